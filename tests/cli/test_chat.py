@@ -171,7 +171,11 @@ def test_turns_follow_the_template(network):
 
 
 def test_wrong_options(tiny, capfd):
-    for options, words in ((("--dtype", "int8"), "is not one of: auto"), (("--load", "/none"), "/none")):
+    for options, words in (
+        (("--dtype", "int8"), "is not one of: auto"),
+        (("--load", "/none"), "/none"),
+        (("--load", "/none", "-r", "kivi"), "leave -r and --system out"),
+    ):
         assert cli.run(["chat", tiny, *options]) == 2
         assert words in capfd.readouterr().err
 

@@ -256,6 +256,7 @@ def test_the_context_is_a_limit(client):
         ("/v1/chat/completions", b"[" * 100000, 400, "the body is not JSON"),
         ("/v1/chat/completions", b"[]", 400, "not a JSON object but a list"),
         ("/v1/chat/completions", b"\xff", 400, "the body is not JSON"),
+        ("/v1/completions", rb'{"prompt": "\ud800"}', 400, "half of a character"),
         ("/v1/completions", b'{"prompt": [999999]}', 400, "token ids that this model does not know"),
         ("/v1/elsewhere", b"{}", 404, "this server has /v1/models"),
         ("/v1/completions", None, 405, "Method Not Allowed"),

@@ -28,7 +28,9 @@ HELP = """/size        recipe, tokens and bytes of the packed cache
 
 def chat(
     model: Annotated[str, typer.Argument(help=output.MODEL_HELP)] = "smollm2",
-    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
+    recipe: Annotated[
+        str | None, typer.Option("--recipe", "-r", help=output.RECIPE_HELP, show_default=output.DEFAULT_RECIPE)
+    ] = None,
     file: Annotated[
         Path | None, typer.Option("--file", "-f", help="Text to talk about; it precedes the first question.")
     ] = None,
@@ -48,6 +50,8 @@ def chat(
     The prompt line shows the size of the cache. /help lists the commands. Questions can be piped in, too.
     """
     checked_dtype(dtype)
+    if cache is not None and (recipe or system):
+        raise UserError("--load goes on with the recipe and the instruction of the file: leave -r and --system out")
     document = None if file is None else read_text(None, file, None)
     with output.step("loading torch and transformers"):
         import torch
@@ -57,7 +61,7 @@ def chat(
         from tersekv.serving.local.answers import Sampling
 
         use_threads(threads)
-        parsed = Recipe.parse(recipe)
+        parsed = Recipe.parse(recipe or output.DEFAULT_RECIPE)
     network, tokenizer = load(model, dtype)
     with output.step("looking for the calibration"):
         learnt = None if cache else calibration_for(network, parsed, calibration)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tersekv.errors import UserError
+from tersekv.serving.local.answers import whole_characters
 
 MARK = "tersekv-marks-this-place"
 """Stands for an earlier message, to find what the template writes after it."""
@@ -56,4 +57,4 @@ class Turns:
             raise UserError(f"the model's chat template refuses the messages: {str(error)[:200]}") from error
 
     def _encoded(self, text: str) -> list[int]:
-        return list(self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+        return list(self._tokenizer(whole_characters(text), add_special_tokens=False, verbose=False)["input_ids"])

@@ -80,6 +80,8 @@ def choose(
 
     def made(name: str, why: str) -> Choice:
         others = tuple(other for other in candidates if other != name)
+        if known.longest and tokens > known.longest:
+            why += f"; the model itself reads at most {known.longest:,} tokens"
         whole, chunks = (known.peak(sizes[name], tokens, chunk=chunk) for chunk in (0, CHUNK))
         return Choice(name, why, tokens, sizes[name], full, (whole, chunks), others)
 
@@ -100,7 +102,7 @@ def choose(
     before = None
     for name, size in sizes.items():
         if size <= room:
-            left = f"{human_bytes(room - size)} of {human_bytes(room)} beside the weights are left"
+            left = f"{human_bytes(room - size)} of {human_bytes(room)} beside the weights in bfloat16 are left"
             if before is None:
                 beside = f"; a cache in bfloat16, {human_bytes(full)}, would fit, too" if full <= room else ""
                 return made(name, f"the closest to the full cache, and it fits: {left}{beside}")
@@ -111,7 +113,8 @@ def choose(
     evicts = f", or a policy that evicts tokens, for example h2o:memory={room // 10**6}MB+kivi:bits=4"
     raise UserError(
         f"no recipe that keeps every token fits: {name} needs {human_bytes(least)} for {tokens:,} tokens, and "
-        f"{human_bytes(room)} are left beside the weights, enough for {held:,}; give a shorter context or more memory"
+        f"{human_bytes(room)} are left beside the weights in bfloat16, enough for {held:,}; give a shorter context or "
+        "more memory"
         f"{evicts * (room >= LEAST_MEMORY)}"
     )
 

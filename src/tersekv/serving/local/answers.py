@@ -11,11 +11,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache
 
 Write = Callable[[str], None]
 UNFINISHED = "\ufffd"
 """A tokenizer writes it in place of a character of which some bytes are missing yet."""
+
+
+def whole_characters(text: str) -> str:
+    """Return the text.
+
+    Raises:
+        UserError: it holds half of a character, which no tokenizer takes: bytes of another encoding, or half an emoji.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("the text holds half of a character (a lone surrogate): send UTF-8 text") from error
+    return text
 
 
 class Stopped(Exception):  # noqa: N818  # not an error: the answer is no longer wanted

@@ -11,7 +11,7 @@ from torch import Tensor
 import tersekv
 from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache
-from tersekv.serving.local.answers import Answer, Sampling, Stop, Stopped, Write, answer
+from tersekv.serving.local.answers import Answer, Sampling, Stop, Stopped, Write, answer, whole_characters
 from tersekv.serving.local.prompt_caches import PromptCaches
 
 Prompt = Sequence[dict[str, str]] | str | Tensor
@@ -50,7 +50,7 @@ class Engine:
 
     def _ids(self, prompt: Prompt) -> Tensor:
         if isinstance(prompt, str):
-            return self.tokenizer(prompt, return_tensors="pt", verbose=False)["input_ids"]
+            return self.tokenizer(whole_characters(prompt), return_tensors="pt", verbose=False)["input_ids"]
         if isinstance(prompt, Tensor):
             return self._known(prompt)
         if not getattr(self.tokenizer, "chat_template", None):
@@ -59,6 +59,7 @@ class Engine:
             text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         except Exception as error:  # templates raise errors of jinja2, for example about the order of roles
             raise UserError(f"the model's chat template refuses these messages: {str(error)[:200]}") from error
+        text = whole_characters(text)
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
 
     def _known(self, ids: Tensor) -> Tensor:
