@@ -129,7 +129,7 @@ def test_the_engine_is_chosen(monkeypatch, capsys):
     [
         (["--engine", "other"], "--engine other is not an engine: choose here or vllm"),
         (["--engine", "here", "--dry-run"], "belong to vLLM"),
-        (["--dtype", "int8"], "--dtype int8 is not a type of weights"),
+        (["--dtype", "int8"], "--dtype 'int8' is not one of: auto"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
     ],
 )

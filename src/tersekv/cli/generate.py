@@ -118,8 +118,10 @@ def load(model: str, dtype: str = "auto") -> tuple[Any, Any]:
     """Load a model and its tokenizer and warm the model up. A missing known model is downloaded
     first. dtype: type of the weights; `auto` keeps the checkpoint's."""
     from tersekv.cli import measure
+    from tersekv.kernels import registry
     from tersekv.models import loading
 
+    registry.chosen()  # raises if the variable is wrong
     with output.step(f"getting {model}"):
         loading.prepare(model, output.report)
     with output.step(f"loading {model}"):
