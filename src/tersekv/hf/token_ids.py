@@ -80,7 +80,8 @@ def without_padding(ids: Tensor, mask: Any = None) -> Tensor:
     ids = ids.detach().reshape(-1, ids.shape[-1]).to(torch.int32, copy=True)
     if isinstance(mask, Tensor) and mask.dim() == 2 and mask.shape[1] >= ids.shape[1]:
         hidden = (mask != 0).cumsum(dim=1)[:, mask.shape[1] - ids.shape[1] :] == 0
-        return ids.masked_fill_(hidden.to(ids.device), PADDING)
+        hidden = hidden if hidden.device == ids.device else hidden.to(ids.device)  # the host waits for a move to it
+        return ids.masked_fill_(hidden, PADDING)
     return ids
 
 
