@@ -72,7 +72,7 @@ DEFAULTS = {
 def agreement(args: argparse.Namespace) -> None:
     """Measure the common prefix of greedy continuations of prompts from the whole corpus, and the
     cache's size."""
-    (tokens,), sampling = args.depths, program.Sampling(args.new_tokens, min_tokens=args.new_tokens)
+    (tokens,), sampling = args.depths, program.Sampling(args.new_tokens, temperature=0, min_tokens=args.new_tokens)
     for name in args.model or ["smollm2"]:
         model, tokenizer = load(name, "float32")
         for recipe in args.recipes or ["kivi:bits=4"]:

@@ -159,7 +159,7 @@ def page() -> Page:
             Section(
                 "Instructions",
                 "Instructions per token and KV head at 9/3/64, counted by valgrind, so a busy machine does not matter. "
-                "An instruction is no unit of time, and valgrind does not know AVX-512. The counts are of an earlier "
+                "Instructions do not measure time, and valgrind does not know AVX-512. The counts are of an earlier "
                 "build with the same inner loops.",
                 instructions(), ["instructions.jsonl"], "python benchmarks/instructions.py --out FILE",
             ),

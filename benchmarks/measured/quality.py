@@ -9,7 +9,7 @@ from recorded import RECORDS
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.plots.groups import grouped, read_records
 
-RIVALS = """What the rows are:
+RIVALS = """The rows:
 
 - quanto and hqq are the back ends of transformers' own `QuantizedCache`.
 - turboquant holds a byte for each code, and decoded floats of all tokens.

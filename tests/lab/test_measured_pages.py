@@ -11,7 +11,7 @@ import pytest
 
 from conftest import benchmark
 
-UNUSED = {"every_task.jsonl", "trellis/passkey.jsonl"}
+UNUSED = {"every_task.jsonl"}
 """Records of single samples, which show that nothing fails, and of an earlier version."""
 
 

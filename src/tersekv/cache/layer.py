@@ -121,10 +121,13 @@ class LayerStore(Store):
             if at + n > keys_tail._data.shape[2]:
                 keys_tail.reserve(n)
                 values_tail.reserve(n)
-            room = keys_tail._data, values_tail._data
-            if not keys.is_cpu or not backends.write_tokens.direct(keys, values, *room, at):
-                for x, memory in zip((keys_tail.rounded(keys), values_tail.rounded(values)), room, strict=True):
-                    memory[:, :, at : at + n] = x
+            call = keys, values, keys_tail._data, values_tail._data, at
+            written = backends.write_tokens.direct(*call) if keys.is_cpu else None
+            if written is None:
+                written = backends.write_tokens.reference(*call)
+            if not written:
+                keys_tail.rounded(keys)  # raises: says why
+                values_tail.rounded(values)
             if self.rotary is not None and self.rotary.rope.varies:
                 self.rotary.note(self.num_tokens, n)
             keys_tail.tokens = values_tail.tokens = at + n

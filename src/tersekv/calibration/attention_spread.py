@@ -28,7 +28,7 @@ from tersekv.calibration.calibrate import Corpus
 from tersekv.calibration.calibration import SCORES, Calibration, Made
 from tersekv.calibration.capture import LayerTokens, watch_calls
 from tersekv.errors import UserError
-from tersekv.models.config import AttentionShape, attention_layers, text_config
+from tersekv.models.config import AttentionShape, attention_layers, longest_context, text_config
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.models.rope import Ropes
 from tersekv.recipe import Recipe
@@ -100,7 +100,7 @@ def measure(
         raise UserError(
             f"attention is measured on texts of {FEWEST} tokens or more, got {ids.shape[1]}: give longer ones"
         )
-    first, context = 3 * ids.shape[1] // 4, getattr(text_config(model.config), "max_position_embeddings", None)
+    first, context = 3 * ids.shape[1] // 4, longest_context(model.config)
     kinds = attention_layers(text_config(model.config))
     whole = [kind.type == "attention" and kind.window is None for kind in kinds]
     reader = _Reader(model, first, whole)

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 from typing import Any
 
 from tersekv.errors import UserError
+from tersekv.models.config import longest_context
 
 # English text with code has fewer characters per token than this with the tokenizers in use.
 _MOST_CHARACTERS_PER_TOKEN = 8
@@ -67,8 +69,33 @@ def chat_prompt(tokenizer: Any, text: str) -> str:
     unchanged."""
     if not getattr(tokenizer, "chat_template", None):
         return text
-    turns = [{"role": "user", "content": text}]
-    return tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    return rendered(tokenizer, [{"role": "user", "content": text}])
+
+
+def rendered(tokenizer: Any, messages: Sequence[dict[str, str]]) -> str:
+    """Return messages in the tokenizer's chat template, with the beginning of the answer.
+
+    Raises:
+        UserError: the template refuses them, or a message holds half of a character.
+    """
+    try:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # templates raise errors of jinja2, for example about the order of roles
+        raise UserError(f"the model's chat template refuses the messages: {str(error)[:200]}") from error
+    return whole_characters(text)
+
+
+def whole_characters(text: str) -> str:
+    """Return the text.
+
+    Raises:
+        UserError: it holds half of a character, which no tokenizer takes: bytes of another encoding, or half an emoji.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("the text holds half of a character (a lone surrogate): send UTF-8 text") from error
+    return text
 
 
 def common_ids(tokenizer: Any, text: str, config: Any, raw: bool = False) -> Any:
@@ -102,7 +129,7 @@ def input_ids(tokenizer: Any, prompt: str, config: Any, new_tokens: int = 0, tem
     tokens = ids.shape[-1]
     if not tokens:
         raise UserError("the prompt is empty: give some text with --prompt, --file or on standard input")
-    context = getattr(config.get_text_config(), "max_position_embeddings", None)
+    context = longest_context(config)
     if context and tokens + new_tokens > context:
         raise UserError(
             f"the prompt has {tokens:,} tokens and {new_tokens:,} are to follow, but this model's context is "

@@ -112,7 +112,9 @@ def _check_out(out: Path | None, recipes: int) -> None:
 
 
 def _check_length(length: int, network: Any) -> None:
-    context = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+    from tersekv.models.config import longest_context
+
+    context = longest_context(network.config)
     if context and length > context:
         raise UserError(f"--length {length:,} is more than the model's context of {context:,} tokens: give fewer")
 

@@ -143,11 +143,12 @@ class Chat:
         """Answer a question and add both to the conversation. Ctrl-C stops the answer."""
         import tersekv
         from tersekv.cli import measure
+        from tersekv.models.config import longest_context
         from tersekv.serving.local.answers import Stop, Stopped, answer
 
         first = self.document if not self.turns.ids else None
         ids = self.turns.prompt(question if first is None else f"{first}\n\n{question}").to(self._model.device)
-        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
+        longest = longest_context(self._model.config)
         if longest and ids.shape[1] + self._sampling.max_tokens > longest:
             raise UserError(
                 f"the chat has {ids.shape[1]:,} tokens with this question, and the answer may have "

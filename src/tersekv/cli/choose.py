@@ -75,9 +75,10 @@ def try_on(model: str, text: Path, recipes: list[str]) -> list[dict[str, Any]]:
     network, tokenizer = load(model)
     from tersekv.lab.evals.harness import Harness
     from tersekv.lab.evals.tasks.divergence import Divergence, in_words
+    from tersekv.models.config import longest_context
 
     ids = tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False, verbose=False)["input_ids"]
-    longest = getattr(network.config.get_text_config(), "max_position_embeddings", None) or PREFIX + READ
+    longest = longest_context(network.config) or PREFIX + READ
     if longest < LEAST_PREFIX + READ:
         raise UserError(f"--try needs a context of {LEAST_PREFIX + READ} tokens, and this model's is {longest}")
     prefix = min(PREFIX, len(ids) - READ, longest - READ)

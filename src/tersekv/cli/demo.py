@@ -38,6 +38,7 @@ def demo(
         from tersekv.cli import measure
         from tersekv.lab.evals.tasks.divergence import AnswerDivergence
         from tersekv.recipe import Recipe
+        from tersekv.serving.local.answers import Sampling
 
         parsed = str(Recipe.parse(recipe))
     network, tokenizer = load(model)
@@ -46,7 +47,7 @@ def demo(
         document = hide(prompts.pydoc_document(tokenizer, tokens), FACT, DEPTH)
     prompt = prompts.question_prompt(tokenizer, document, QUESTION)
     ids = prompts.input_ids(tokenizer, prompt, network.config, new_tokens)
-    sampling = measure.Sampling(new_tokens, stop=".")
+    sampling = Sampling(new_tokens, temperature=0, stop=(".",))
     if not as_json:
         output.show(
             f"{model} reads {ids.shape[1]:,} tokens of Python's language reference, in which one sentence is hidden:\n"

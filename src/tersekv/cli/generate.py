@@ -66,6 +66,7 @@ def generate(
         from tersekv.calibration.find import calibration_for
         from tersekv.cli import measure
         from tersekv.lab.evals.tasks.divergence import AnswerDivergence
+        from tersekv.serving.local.answers import Sampling
 
         use_threads(threads)
         parsed = _recipe(recipe, prompt_cache)
@@ -74,7 +75,7 @@ def generate(
         learnt = None if prompt_cache else calibration_for(network, parsed, calibration)
     whole = text if raw else prompts.chat_prompt(tokenizer, text)
     ids = prompts.input_ids(tokenizer, whole, network.config, max_new_tokens, template=not raw)
-    sampling = measure.Sampling(max_new_tokens, temperature=temperature, seed=seed, prefill_chunk=chunk)
+    sampling = Sampling(max_new_tokens, temperature, seed=seed, prefill_chunk=chunk)
     outcomes: list[Outcome] = []
     watch = AnswerDivergence() if compare else None
     for choice in (None, parsed) if compare else (parsed,):

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tersekv.cli import output
 from tersekv.lab.bench.memory import PeakMemory
+from tersekv.serving.local.answers import Sampling, Write, pad_id
 
 if TYPE_CHECKING:
     from tersekv.cache.footprint import Footprint
@@ -20,20 +21,6 @@ if TYPE_CHECKING:
     from tersekv.lab.evals.tasks.divergence import AnswerDivergence
 
 FULL = "full"
-Write = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """Options of one answer. temperature: 0 is greedy. min_tokens: the end of text is not accepted
-    before. stop: text that ends the answer. prefill_chunk: prompt tokens per forward pass, None for all of them."""
-
-    max_tokens: int
-    min_tokens: int = 0
-    temperature: float = 0.0
-    seed: int = 0
-    stop: str | None = None
-    prefill_chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -109,7 +96,7 @@ def generate(
     import tersekv
     from tersekv.hf.prefill import held_by, new_cache
 
-    torch.manual_seed(sampling.seed)
+    sampling.start()
     if watch is not None:
         watch.begin()
     cache: Any = new_cache(model, recipe, calibration) if held is None else held
@@ -130,14 +117,11 @@ def generate(
             attention_mask=torch.ones_like(ids),
             past_key_values=cache,
             streamer=clock,
-            max_new_tokens=sampling.max_tokens,
-            min_new_tokens=sampling.min_tokens or None,
-            stop_strings=sampling.stop,
+            stop_strings=list(sampling.stop) or None,
             tokenizer=tokenizer,
-            prefill_chunk_size=sampling.prefill_chunk,
-            pad_token_id=_pad_id(tokenizer, model),
+            pad_token_id=pad_id(tokenizer, model),
             **({} if watch is None else {"logits_processor": [watch]}),
-            **_choosing(sampling),
+            **sampling.for_generate(),
         )
     new_ids = out[0, ids.shape[1] :].tolist()
     return Outcome(
@@ -161,20 +145,6 @@ def warm_up(model: Any) -> None:
 
     with torch.inference_mode():
         model(input_ids=torch.tensor([[0, 1]]), use_cache=False)
-
-
-def _choosing(sampling: Sampling) -> dict[str, Any]:
-    if sampling.temperature > 0:
-        return {"do_sample": True, "temperature": sampling.temperature}
-    # None silences warnings about sampling options in a model's generation config.
-    return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-
-
-def _pad_id(tokenizer: Any, model: Any) -> int | None:
-    for choice in (tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id):
-        if choice is not None:
-            return choice[0] if isinstance(choice, list) else choice
-    return None
 
 
 def _rate(times: list[float]) -> float:

@@ -198,11 +198,12 @@ def _text(given: dict[str, Any]) -> tuple[str, Callable[..., Tensor]]:
         raise UserError(f"--{extra[0]} is only used with --questions: give a file of questions")
     text, tokens = given.get("text", TEXT), _tokens(given, TOKENS)
     from tersekv.lab.evals.windows import read_text
+    from tersekv.models.config import longest_context
 
     words = read_text(text)
 
     def read(network: Any, tokenizer: Any) -> Tensor:
-        context = getattr(network.config.get_text_config(), "max_position_embeddings", None)
+        context = longest_context(network.config)
         if context and tokens > context:
             raise UserError(f"--tokens {tokens:,} is more than this model's context of {context:,}: give fewer")
         ids: Tensor = tokenizer(words, return_tensors="pt", verbose=False)["input_ids"][:, :tokens]

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.calibration.text import rendered, whole_characters
 from tersekv.errors import UserError
-from tersekv.serving.local.answers import whole_characters
 
 MARK = "tersekv-marks-this-place"
 """Stands for an earlier message, to find what the template writes after it."""
@@ -47,14 +47,7 @@ class Turns:
         return head, tail
 
     def _rendered(self, messages: list[dict[str, str]]) -> str:
-        try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    [*self._system, *messages], tokenize=False, add_generation_prompt=True
-                )
-            )
-        except Exception as error:  # templates raise errors of jinja2, for example where they know no system
-            raise UserError(f"the model's chat template refuses the messages: {str(error)[:200]}") from error
+        return rendered(self._tokenizer, [*self._system, *messages])
 
     def _encoded(self, text: str) -> list[int]:
         return list(self._tokenizer(whole_characters(text), add_special_tokens=False, verbose=False)["input_ids"])

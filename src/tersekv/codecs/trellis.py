@@ -8,7 +8,7 @@ transform): the Fisher information E[g·gᵀ] for values, and its diagonal for k
 Σ_d λ_d·ε(b_d), with variances λ_d in units of the loss, and the code's squared error ε for N(0, 1).
 
 A vector's length is coded as a gain of 8 bits. If the error with it is larger than expected, codes
-are searched again with gains above the one that then fits best. The smallest error counts.
+are searched again with gains above the one that fits them best. The one with the least error is kept.
 
 - `basis=auto` is klt; with `calibration=prompt` a layer may get another codec (`layer_choice.py`).
 - `basis=channels` keeps the channels, `rotation` has a random matrix. `centre=false` does not remove μ.

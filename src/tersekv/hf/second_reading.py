@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from tersekv.hf.base import ModelCache
 from tersekv.hf.traced import is_traced
-from tersekv.models.config import text_config
+from tersekv.models.config import longest_context
 from tersekv.versions import CACHE_NAMES, given_cache
 
 FEWEST = 256
@@ -75,7 +75,7 @@ def _fits(module: Any, cache: ModelCache, given: dict[str, Any], tokens: Tensor)
     n, mask, places = tokens.shape[1], given.get("attention_mask"), given.get("position_ids")
     plain = (mask is None or (isinstance(mask, Tensor) and mask.dim() == 2)) and (places is None or places.dim() == 2)
     others = any(_wanted(module, given, name) for name in RECORDED) or module.training
-    room = getattr(text_config(module.config), "max_position_embeddings", None)
+    room = longest_context(module.config)
     end = cache.get_seq_length() + 2 * n
     return n >= FEWEST and plain and not others and cache.hands_out_handles and (room is None or end <= room)
 

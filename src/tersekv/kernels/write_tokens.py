@@ -16,11 +16,13 @@ def write_tokens(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer:
         key_buffer, value_buffer: [B, H, capacity, D] with capacity ≥ at + n.
 
     Returns:
-        True if all rounded numbers are finite.
+        False if a rounded number is not finite. A single token is checked on a CPU only, because the
+        check waits for the device.
     """
     finite = True
     for x, buffer in ((keys, key_buffer), (values, value_buffer)):
         room = buffer[:, :, at : at + x.shape[2]]
-        room.copy_(x)
-        finite = finite and bool(room.isfinite().all())
+        room.copy_(x.detach())
+        if x.is_cpu or (x.shape[2] > 1 and not x.is_meta):
+            finite = finite and bool(room.isfinite().all())
     return finite

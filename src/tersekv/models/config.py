@@ -83,6 +83,12 @@ class AttentionShape(NamedTuple):
         return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not shares)
 
 
+def longest_context(config: PreTrainedConfig) -> int | None:
+    """Return the model's longest context in tokens, None if it has no limit."""
+    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest
+
+
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return the decoder's part of a config.
 

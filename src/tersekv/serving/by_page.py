@@ -98,6 +98,6 @@ def _earlier_pages(pool: Pool, query: Tensor, chunk: Chunk, pages: int, dtype: t
         key, value = (x.transpose(0, 1)[None] for x in decoded)
         place = torch.arange(first * p, last * p, device=query.device)
         mask = pool.kind.visible(position, place) & (place < exact_from[:, None])
-        if bool(mask.any()):
+        if softmax.shows_any(mask):
             results.append(softmax.attend_many(rows, key, value, mask[None], *pool.kind[:2]))
     return backends.merge_segments([out for out, _ in results], [lse for _, lse in results])

@@ -29,6 +29,7 @@ from tersekv.hf.prefill import held_by
 from tersekv.lab.bench.memory import PeakMemory
 from tersekv.lab.evals.decoding import feed
 from tersekv.lab.evals.reader import FULL, Reader
+from tersekv.models.config import longest_context
 
 WARM_UP = 3
 """Number of tokens decoded before timing starts."""
@@ -176,7 +177,7 @@ def _check_contexts(model: Any, contexts: Sequence[int], new_tokens: int) -> Non
 
 
 def _limit(model: Any) -> int:
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+    return longest_context(model.config) or 1 << 30
 
 
 @torch.inference_mode()

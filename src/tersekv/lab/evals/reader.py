@@ -20,6 +20,7 @@ from tersekv.hf.simulate import SimulatedCache
 from tersekv.lab.evals import decoding
 from tersekv.lab.evals.prompt import Pack, Prompt
 from tersekv.lab.evals.tokenise import split_ids
+from tersekv.models.config import longest_context
 from tersekv.recipe import Recipe
 
 FULL = "full"
@@ -73,7 +74,7 @@ class Reader:
     @property
     def context_tokens(self) -> int:
         """Maximum context of the model in tokens; 2³⁰ for a model without a limit."""
-        return getattr(self.model.config.get_text_config(), "max_position_embeddings", None) or 1 << 30
+        return longest_context(self.model.config) or 1 << 30
 
     def count_tokens(self, text: str) -> int:
         """Return the number of tokens of `text` alone, without special tokens."""

@@ -11,25 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache
 
 Write = Callable[[str], None]
 UNFINISHED = "\ufffd"
 """A tokenizer writes it in place of a character of which some bytes are missing yet."""
-
-
-def whole_characters(text: str) -> str:
-    """Return the text.
-
-    Raises:
-        UserError: it holds half of a character, which no tokenizer takes: bytes of another encoding, or half an emoji.
-    """
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UserError("the text holds half of a character (a lone surrogate): send UTF-8 text") from error
-    return text
 
 
 class Stopped(Exception):  # noqa: N818  # not an error: the answer is no longer wanted
@@ -45,9 +31,10 @@ Stop = threading.Event
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of one answer. Where they are None the model's generation config decides.
+    """Options of one answer. Where temperature and top_p are None the model's generation config decides.
 
-    temperature: 0 is greedy. stop: strings that end the answer and are not part of it.
+    temperature: 0 is greedy. stop: strings that end the answer. min_tokens: the end of text is not
+    accepted before. prefill_chunk: prompt tokens per forward pass, None for all of them.
     """
 
     max_tokens: int
@@ -55,14 +42,26 @@ class Sampling:
     top_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
+    min_tokens: int = 0
+    prefill_chunk: int | None = None
 
     def for_generate(self) -> dict[str, Any]:
-        """Return the options of transformers' `generate`."""
+        """Return the options of transformers' `generate`, but for `stop`."""
+        lengths = {
+            "max_new_tokens": self.max_tokens,
+            "min_new_tokens": self.min_tokens or None,
+            "prefill_chunk_size": self.prefill_chunk,
+        }
         if self.temperature == 0:  # None silences warnings about sampling options of the generation config
-            return {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+            return {**lengths, "do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         chosen = {"temperature": self.temperature, "top_p": self.top_p}
         given = {name: value for name, value in chosen.items() if value is not None}
-        return {"do_sample": True, **given} if given else {}
+        return lengths | ({"do_sample": True, **given} if given else {})
+
+    def start(self) -> None:
+        """Set torch's seed, if there is one."""
+        if self.seed is not None:
+            torch.manual_seed(self.seed)
 
 
 @dataclass(frozen=True)
@@ -162,8 +161,7 @@ def answer(
     cached = cache.keep_common(ids)
     text = Text(tokenizer, sampling.stop, write)
     streamer = _Streamer(text, stop)
-    if sampling.seed is not None:
-        torch.manual_seed(sampling.seed)
+    sampling.start()
     ends = _ids(model.generation_config.eos_token_id)
     try:
         with _stoppable(model, stop), torch.inference_mode():
@@ -172,8 +170,7 @@ def answer(
                 attention_mask=torch.ones_like(ids),
                 past_key_values=cache,
                 streamer=streamer,
-                max_new_tokens=sampling.max_tokens,
-                pad_token_id=next(iter([*_ids(tokenizer.pad_token_id), *ends]), None),
+                pad_token_id=pad_id(tokenizer, model),
                 **sampling.for_generate(),
             )
     except Stopped as stopped:
@@ -182,6 +179,12 @@ def answer(
             raise Stopped(streamer.ids) from stopped
     ended = text.end() or streamer.stopped or (bool(streamer.ids) and streamer.ids[-1] in ends)
     return Answer(text.text, streamer.ids, cached, ended)
+
+
+def pad_id(tokenizer: Any, model: Any) -> int | None:
+    """Return the id that `generate` pads with, so that it does not warn about a missing one."""
+    ends = tokenizer.pad_token_id, tokenizer.eos_token_id, model.generation_config.eos_token_id
+    return next((ids[0] for ids in map(_ids, ends) if ids), None)
 
 
 def _ids(given: Any) -> list[int]:

@@ -9,9 +9,11 @@ from typing import Any
 from torch import Tensor
 
 import tersekv
+from tersekv.calibration.text import rendered, whole_characters
 from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache
-from tersekv.serving.local.answers import Answer, Sampling, Stop, Stopped, Write, answer, whole_characters
+from tersekv.models.config import longest_context
+from tersekv.serving.local.answers import Answer, Sampling, Stop, Stopped, Write, answer
 from tersekv.serving.local.prompt_caches import PromptCaches
 
 Prompt = Sequence[dict[str, str]] | str | Tensor
@@ -27,7 +29,7 @@ class Engine:
     def __init__(self, model: Any, tokenizer: Any, template: CompressedCache, most_bytes: int) -> None:
         self.model, self.tokenizer = model, tokenizer
         self.caches = PromptCaches(lambda: template.empty(model.config), most_bytes)
-        self.longest: int | None = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        self.longest = longest_context(model.config)
         self._installed = tersekv.compress(model, template)
 
     def close(self) -> None:
@@ -55,11 +57,7 @@ class Engine:
             return self._known(prompt)
         if not getattr(self.tokenizer, "chat_template", None):
             raise UserError("this model has no chat template, so it cannot chat; ask for completions of a text")
-        try:
-            text = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-        except Exception as error:  # templates raise errors of jinja2, for example about the order of roles
-            raise UserError(f"the model's chat template refuses these messages: {str(error)[:200]}") from error
-        text = whole_characters(text)
+        text = rendered(self.tokenizer, prompt)
         return self.tokenizer(text, add_special_tokens=False, return_tensors="pt", verbose=False)["input_ids"]
 
     def _known(self, ids: Tensor) -> Tensor:
@@ -79,14 +77,10 @@ class Engine:
         if self.longest:
             sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, self.longest - ids.shape[1]))
         cache = self.caches.take(ids)
-        kept = False
         try:
             given = answer(self.model, self.tokenizer, cache, ids, sampling, write, stop)
-            kept = True
         except Stopped:
-            kept = True
+            self.caches.keep(cache)
             raise
-        finally:
-            if kept:  # after an error the cache may be damaged
-                self.caches.keep(cache)
+        self.caches.keep(cache)  # not after other errors, which may damage it
         return given
