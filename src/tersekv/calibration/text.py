@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from tersekv.errors import UserError
-from tersekv.models.config import longest_context
 
 # English text with code has fewer characters per token than this with the tokenizers in use.
 _MOST_CHARACTERS_PER_TOKEN = 8
@@ -129,6 +128,8 @@ def input_ids(tokenizer: Any, prompt: str, config: Any, new_tokens: int = 0, tem
     tokens = ids.shape[-1]
     if not tokens:
         raise UserError("the prompt is empty: give some text with --prompt, --file or on standard input")
+    from tersekv.models.config import longest_context  # imports torch, which makers of questions do without
+
     context = longest_context(config)
     if context and tokens + new_tokens > context:
         raise UserError(
