@@ -73,7 +73,8 @@ def small(tiny, tmp_path_factory):
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
     """A folder to work in, with the texts that the examples read: part of them, since a byte is a token here."""
-    for text in ("LICENSE", "CONTRIBUTING.md"):
+    (tmp_path / "docs").mkdir()
+    for text in ("LICENSE", "docs/transformers.md"):
         (tmp_path / text).write_text((ROOT / text).read_text()[:4096])
     monkeypatch.chdir(tmp_path)
 
