@@ -46,7 +46,7 @@ def by_slots(
     weight = (keys @ query * 0.125).exp()
     exact = [
         *range(padding, padding + store.policy.sinks),
-        *range(store.num_tokens - store.keys.tail.tokens, store.num_tokens),
+        *range(store.num_tokens - store.recent.tokens, store.num_tokens),
     ]
     z, tau = weight[exact] @ values[exact], weight[exact].sum()
     slots, mu = (x[row, head] for x in store.chosen[0].reservoir)
@@ -72,7 +72,7 @@ def test_attention_is_the_algorithms_estimate(options):
     mask = (torch.arange(400) >= padding[:, None])[:, None]
     got = attend_store(store, AttentionCall(query, mask, 0.125))
     torch.testing.assert_close(got, attend_store(store, AttentionCall(query, None, 0.125)))
-    stream = 400 - store.keys.tail.tokens - store.policy.sinks
+    stream = 400 - store.recent.tokens - store.policy.sinks
     assert store.chosen[0].clusters.members.sum(-1).tolist() == [[stream - 60] * 2, [stream] * 2]
     for row, pad in enumerate(padding.tolist()):
         for head in range(4):

@@ -59,7 +59,7 @@ def test_generated_tokens_stay_exact_until_the_next_prompt():
     keys, values = tokens(800)
     store = fed(EXACT, keys, values, [0, 300, *range(301, 701)])
     packed = (300 - 4 - 20) // 32 * 32
-    assert (store.num_tokens, store.packed_tokens, store.keys.tail.tokens) == (700, packed, 700 - 4 - packed)
+    assert (store.num_tokens, store.packed_tokens, store.recent.tokens) == (700, packed, 700 - 4 - packed)
     for x, back in zip((keys, values), store.decoded(torch.float32), strict=True):
         assert torch.equal(back[:, :, 300:], x[:, :, 300:700].half().float())
     store.append(keys[:, :, 700:], values[:, :, 700:])
@@ -115,8 +115,8 @@ def test_sliding_windows_evict_generated_tokens(window):
     keys, values = tokens(2000, D=32)
     store = fed(EXACT, keys, values, [0, 300, *range(301, 2001)], window)
     assert store.packed_tokens == 0
-    assert window <= store.keys.tail.tokens < window + ROLLBACK_TOKENS + 2 * store.flush_tokens
-    assert store.num_evicted + store.keys.tail.tokens == 2000
+    assert window <= store.recent.tokens < window + ROLLBACK_TOKENS + 2 * store.flush_tokens
+    assert store.num_evicted + store.recent.tokens == 2000
     assert torch.equal(store.decoded(torch.float32)[0], keys[:, :, store.num_evicted :].half().float())
     while store.num_tokens > 1990:
         store.crop(1)
@@ -132,13 +132,13 @@ def test_sliding_windows_evict_generated_tokens(window):
 def test_the_window_grows_without_a_copy_at_every_token():
     keys, values = tokens(4000, D=8)
     store = fed("window:generated=exact,sinks=0,recent=0+exact", keys, values, [0, 64])
-    memory, copies = store.keys.tail._data.data_ptr(), 0
+    memory, copies = store.recent.buffers[0].data_ptr(), 0
     for i in range(64, 4000):
         store.append(keys[:, :, i : i + 1], values[:, :, i : i + 1])
-        copies += store.keys.tail._data.data_ptr() != memory
-        memory = store.keys.tail._data.data_ptr()
+        copies += store.recent.buffers[0].data_ptr() != memory
+        memory = store.recent.buffers[0].data_ptr()
     assert 10 < copies < 40
-    allocated, used = store.keys.tail._data.shape[2], store.keys.tail.tokens
+    allocated, used = store.recent.buffers[0].shape[2], store.recent.tokens
     assert used <= allocated <= used + max(MIN_PAGE_TOKENS, used // GROWTH)
 
 

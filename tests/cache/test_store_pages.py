@@ -169,7 +169,7 @@ def test_any_operation_on_a_store():
 
 def allocated(s: LayerStore) -> list[Tensor]:
     planes = [plane for side in s.sides for page in side.packed.pages for plane in page.planes.values()]
-    return [*planes, *(x for side in s.sides for x in (side.sinks, side.tail._data))]
+    return [*planes, *s.sinks.buffers, *s.recent.buffers]
 
 
 def test_a_sliding_window_frees_pages():

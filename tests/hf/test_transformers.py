@@ -457,8 +457,8 @@ def test_gradients_do_not_reach_the_store(llama):
         embeds = llama.get_input_embeddings()(prompt(200)).requires_grad_(True)
         llama(inputs_embeds=embeds, past_key_values=cache).logits.sum().backward()
     store = cache.layers[0].store
-    assert not store.keys.sinks.requires_grad
-    assert not store.keys.tail.data.requires_grad
+    assert not store.sinks.keys.requires_grad
+    assert not store.recent.keys.requires_grad
 
 
 def test_errors_name_layer_and_remedy(llama):

@@ -94,7 +94,7 @@ def test_bias_correction_of_two_rates(device, recipe):  # noqa: F811
         )
         with backends.forced("auto"):
             s.append(keys, values, None, ranking)
-        assert min(side.tokens for side in (s.keys.packed, s.keys.tiers[1].packed)) >= 32
+        assert min(side.tokens for side in (s.keys.packed, s.tiers[1].keys.packed)) >= 32
         stores.append(s)
     off, s = stores
     query = 3 * torch.randn(2, 4, 2, 64, generator=torch.Generator().manual_seed(0))

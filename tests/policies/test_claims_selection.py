@@ -53,8 +53,8 @@ def filled(recipe: str, cuts: list[int], B: int = 1, D: int = 32, padding: Tenso
 
 def kept(store: LayerStore, row: int = 0, head: int = 0) -> list[int]:
     """Return the kept positions, sorted."""
-    positions = torch.cat([pool.positions[row, head] for pool in store.chosen[0].pools])
-    tail = range(store.num_tokens - store.keys.tail.tokens, store.num_tokens)
+    positions = torch.cat([held.slots.positions[row, head] for held in store.chosen[0].slots])
+    tail = range(store.num_tokens - store.recent.tokens, store.num_tokens)
     return sorted([*positions[positions >= 0].tolist(), *tail])
 
 
@@ -70,7 +70,7 @@ def masks_of(store: LayerStore, q: int) -> Tensor:
 def held_by_position(store: LayerStore) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, H, num_tokens, D] as the store decodes them, NaN for evicted
     tokens."""
-    places = torch.arange(store.num_tokens).expand(*store.chosen[0].pool.positions.shape[:2], -1)
+    places = torch.arange(store.num_tokens).expand(*store.shape[:2], -1)
     out = [torch.full((*places.shape, side.head_dim), torch.nan) for side in store.sides]
     for segment in store.held():
         at = segment.where if isinstance(segment, PackedSegment) else segment.positions

@@ -142,7 +142,7 @@ def sketch(keys: Tensor, values: Tensor, s: int, t: int, delta: float) -> LayerS
     store = new_store(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
     assert store.estimates
     store.append(keys, values)
-    assert store.keys.tail.tokens == 0
+    assert store.recent.tokens == 0
     return store
 
 
@@ -215,15 +215,12 @@ def test_slots_refer_to_held_tokens():
     store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
     for start, stop in [(0, 200), *((i, i + 1) for i in range(200, 400)), (400, 500)]:
         store.append(keys[:, :, start:stop], values[:, :, start:stop])
-        for pool, slots in (
-            (store.chosen[0].pool, store.chosen[0].reservoir.slots),
-            (store.chosen[0].centers, store.chosen[0].clusters.slots.flatten(2)),
-        ):
+        for i, slots in enumerate((store.chosen[0].reservoir.slots, store.chosen[0].clusters.slots.flatten(2))):
             for head in range(3):
-                held = pool.positions[0, head]
+                held = store.chosen[0].positions(i)[0, head]
                 assert set(held[held >= 0].tolist()) == set(slots[0, head].tolist()) - {-1}
-    assert store.chosen[0].first.positions[0, 0].tolist() == [0, 1, 2, 3]
-    assert store.chosen[0].clusters.members.sum(-1).tolist() == [[500 - 4 - store.keys.tail.tokens] * 3]
+    assert store.chosen[0].positions(2)[0, 0].tolist() == [0, 1, 2, 3]
+    assert store.chosen[0].clusters.members.sum(-1).tolist() == [[500 - 4 - store.recent.tokens] * 3]
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4])

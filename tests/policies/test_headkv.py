@@ -205,9 +205,9 @@ def test_footprint_counts_the_tensors_held():
     planes = [x for side in store.sides for page in side.packed.pages for x in page.planes.values()]
     held = [
         *planes,
-        store.chosen[0].pool.positions,
-        *(side.tail._data for side in store.sides),
-        *store.chosen[0].pool.loose,
+        store.chosen[0].positions(0),
+        *store.recent.buffers,
+        *store.chosen[0].loose[0].data,
     ]
     assert store.footprint().total_bytes == sum(x.numel() * x.element_size() for x in held)
 

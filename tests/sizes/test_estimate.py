@@ -171,9 +171,9 @@ def held_by_a_layer(recipe, cuts):
         keys, values = (torch.randn(1, 1, n, 64, generator=g) for _ in range(2))
         observed = UNSEEN
         if store.ranks(n):
-            observed = Observed(importance=torch.rand(1, 1, store.keys.tail.tokens + n, generator=g))
+            observed = Observed(importance=torch.rand(1, 1, store.recent.tokens + n, generator=g))
         if store.observed(n):
-            held = store.keys.tail.tokens + store.chosen[0].pool.positions.shape[2] + n
+            held = store.recent.tokens + sum(len(held.slots) for held in store.chosen[0].slots) + n
             observed = Observed(torch.rand(1, 1, held, generator=g))
         store.append(keys, values, None, observed)
     footprint = store.footprint()

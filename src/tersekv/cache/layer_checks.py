@@ -11,9 +11,7 @@ LAYER = {"padding": lambda store: optional(per_row(store))}
 
 def layer_tokens(store: Any, place: str) -> None:
     """Check that keys and values hold the tokens that the placement names."""
-    counts = {(side.sinks.shape[2], side.packed_tokens, side.tail.tokens) for side in store.sides}
-    require(len(counts) == 1, place, f"holds different numbers of keys and values {sorted(counts)}")
-    held, placed = counts.pop(), store.placement
+    held, placed = (store.sinks.tokens, store.packed_tokens, store.recent.tokens), store.placement
     wanted = (0, *held[1:]) if store.chosen else (placed.sinks, placed.packed, placed.tail)
     require(held == wanted, place, f"holds {held} sinks, packed and recent tokens, and must hold {wanted}")
 
@@ -27,6 +25,6 @@ def layer_padding(store: Any, place: str) -> None:
         same = store.padding is None or store.padding.tolist() == padding.tolist()
         require(same, f"{place}.rotary.0.padding", "is not the layer's")
     if store.padding is not None and not store.deferred:
-        sinks = store.keys.sinks.shape[2]
+        sinks = store.sinks.tokens
         fits = (sinks > 0 or store.by_head) and int(store.padding.max()) + sinks <= store.num_tokens
         require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.num_tokens}")

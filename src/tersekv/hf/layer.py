@@ -185,7 +185,7 @@ class CompressedLayer(CacheLayerMixin):
         if store.rotary is None:
             rotary.note(0, store.num_tokens, store.padding)
         try:
-            x = keys[:, :, -n:].to(store.keys.dtype)
+            x = keys[:, :, -n:].to(store.recent.keys.dtype)
             if missing := -n % store.keys.codec.layout(x.shape[-1]).block_tokens:  # whole blocks are coded
                 x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
                 counts = torch.nn.functional.pad(counts, (0, missing))

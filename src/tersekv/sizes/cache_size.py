@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.blocks import BlockBuffer
+from tersekv.cache.exact_tokens import ExactTokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import PageSizes, blank
-from tersekv.cache.pool import most_blocks
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.tail import TailBuffer
+from tersekv.cache.tier import most_blocks
 from tersekv.layouts.base import Layout
 from tersekv.policies.base import Selection, two_rates
 from tersekv.policies.subgen import SubGen
@@ -181,7 +181,7 @@ def _kept(
         if store.keeps_queries:
             store.keep(tokens(n, shape.query_heads, shape.key_dim))
         store.append(*both(n))
-    return store.footprint(), [tier.packed.tokens > 0 for tier in store.keys.tiers]
+    return store.footprint(), [tier.tokens > 0 for tier in store.tiers]
 
 
 def _flush(layouts: Iterable[Layout]) -> int:
@@ -272,13 +272,13 @@ def _recent(tokens: int, usual: int, waits: int, flush: int, generated: int) -> 
     generated: tokens that enter one by one.
     """
     one = torch.empty((1, 1, 1, 1), device="meta")
-    tail, late = TailBuffer(1, 1, 1, one.dtype, one.device, usual + waits), 0
-    tail.append(one.expand(-1, -1, tokens, -1))
+    tail, late = ExactTokens([one], usual + waits), 0
+    tail.append([one.expand(-1, -1, tokens, -1)])
     for _ in range(generated):
         leave = max(0, tail.tokens + 1 - usual) // flush * flush
         late += leave
         tail.drop_front(leave)
-        tail.append(one)
+        tail.append([one])
     return tail.tokens, late, tail.capacity - tail.tokens
 
 
