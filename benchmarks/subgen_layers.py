@@ -35,7 +35,6 @@ from recorded import record, show
 from tersekv.attention.read import AttentionCall, attend_chunk
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.slots import Slots
-from tersekv.cache.stores import new_store
 from tersekv.cache.tier import WEIGHT
 from tersekv.calibration.capture import capture_calls
 from tersekv.cli import output
@@ -132,7 +131,7 @@ def exact(layer: Layer) -> Exact:
 def filled(recipe: str, layer: Layer, index: int, tokens: int) -> Any:
     """Return a layer's cache after the prompt."""
     keys, values = (x[:, :, :tokens] for x in (layer.keys, layer.values))
-    store = new_store(Recipe.parse(recipe).plan(index, index + 1), keys, values)
+    store = LayerStore(Recipe.parse(recipe).plan(index, index + 1), keys, values)
     store.append(keys, values)
     return store
 

@@ -13,7 +13,6 @@ from conftest import prompt
 from tersekv.attention.read import KERNEL_ROWS, AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import Observed
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.kernels import attend as attend_operator
 from tersekv.kernels import backends
@@ -37,7 +36,7 @@ KINDS = [
 
 
 def filled(recipe: str, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> LayerStore:
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
     store.append(keys, values, padding)
     return store
 
@@ -116,7 +115,7 @@ def test_rows_state_and_rollback():
     lost = store.tiers[0].keys.lost
     assert lost.shape == (3, 2, D)
     assert torch.equal(store.tiers[0].keys.correction, lost / 4)
-    other = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+    other = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
     other.restore(store.state())
     assert torch.equal(other.tiers[0].keys.lost, lost)
     query = torch.randn(3, 4, 1, D)
@@ -132,7 +131,7 @@ def test_rows_state_and_rollback():
     state = other.state()
     state["tiers"][0]["sides"][0]["lost"] = torch.full((3, 2, D), torch.nan)
     with pytest.raises(UserError, match="lost"):
-        new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D)).restore(state)
+        LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D)).restore(state)
 
 
 def test_states_without_correction_have_no_new_entry():
@@ -148,7 +147,7 @@ def test_policies_that_evict(policy):
     outs = []
     for share in ("off", "full"):
         recipe = f"{policy}:budget=200,recent=16,bias_correction={share}+kivi:bits=2"
-        store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+        store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
         store.append(keys, values, None, Observed(votes))
         outs.append(attend_store(store, AttentionCall(torch.ones(1, 4, 1, D), None, 0.125)))
     assert float(store.tiers[0].keys.lost.mean()) < 0
@@ -160,7 +159,7 @@ def test_both_rates_of_a_policy_that_evicts():
     """Each rate has its own lost variance, which is larger with fewer bits, and its own correction."""
     keys, values = tokens(600, D=D)
     recipe = "streaming:budget=500,recent=16,rest=1,bias_correction=full+trellis:bits=4,calibration=prompt,centre=false"
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
     store.append(keys, values)
     high, low = (tier.keys.lost for tier in store.tiers)
     assert 0 < float(high.mean()) < float(low.mean()) / 4

@@ -12,7 +12,6 @@ import tersekv
 from conftest import prompt
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
@@ -31,7 +30,7 @@ LOSSLESS = "window:generated=exact,sinks=4,recent=32,exact=fp32+exact:dtype=fp32
 
 def fed(recipe: str, keys: torch.Tensor, values: torch.Tensor, cuts: list[int], window=None) -> LayerStore:
     """Return a store that was fed the tokens in calls that end at `cuts`."""
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, window)
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, window)
     assert isinstance(store, LayerStore)
     for a, b in pairwise(cuts):
         store.append(keys[:, :, a:b], values[:, :, a:b])
@@ -99,7 +98,7 @@ def test_rows_of_a_padded_batch():
     """Rows start when each has its sinks, with all tokens so far as the prompt."""
     keys, values = tokens(400, B=2)
     padding = torch.tensor([150, 0])
-    stores = [new_store(Recipe.parse(recipe).plan(0, 1), keys, values) for recipe in (EXACT, PLAIN)]
+    stores = [LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values) for recipe in (EXACT, PLAIN)]
     for store in stores:
         for a, b in [(0, 100), (100, 300)]:
             store.append(keys[:, :, a:b], values[:, :, a:b], padding.clamp(max=b) if store.deferred else None)

@@ -14,7 +14,6 @@ from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN, Observed
-from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
@@ -101,7 +100,7 @@ def test_nothing_is_observed_for_others(monkeypatch):
     monkeypatch.setattr(observing, "_weights", fail)
     filled("streaming+kivi", [200, 201])
     keys, values = tokens(100)
-    window = new_store(Recipe.parse("h2o+kivi").plan(0, 1), keys, values, 48)
+    window = LayerStore(Recipe.parse("h2o+kivi").plan(0, 1), keys, values, 48)
     assert isinstance(window, LayerStore)
     assert observe(window, keys, keys, AttentionCall(torch.randn(1, 4, 100, 64), None, 0.125)) is UNSEEN
 

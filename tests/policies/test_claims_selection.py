@@ -11,7 +11,6 @@ from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.candidates import best
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import PackedSegment
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.policies.pyramidkv import PyramidKV
 from tersekv.policies.snapkv import SnapKV
@@ -22,7 +21,7 @@ EXACT = "exact:dtype=fp32"
 
 
 def made(recipe: str, keys: Tensor, values: Tensor, layer: int = 0, layers: int = 1) -> LayerStore:
-    store = new_store(Recipe.parse(recipe).plan(layer, layers), keys, values)
+    store = LayerStore(Recipe.parse(recipe).plan(layer, layers), keys, values)
     assert store.by_head
     return store
 

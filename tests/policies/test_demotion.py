@@ -11,7 +11,6 @@ import tersekv
 from conftest import prompt
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
@@ -176,8 +175,8 @@ def test_a_refused_append_changes_nothing():
 def test_exact_layers_have_one_rate():
     recipe = Recipe.parse("h2o:budget=64,rest=2+kivi:bits=4;0=exact")
     keys, values = tokens(100)
-    assert new_store(recipe.plan(0, 2), keys, values).tiers[1:] == []
-    assert new_store(recipe.plan(1, 2), keys, values).tiers[1:]
+    assert LayerStore(recipe.plan(0, 2), keys, values).tiers[1:] == []
+    assert LayerStore(recipe.plan(1, 2), keys, values).tiers[1:]
 
 
 @pytest.mark.parametrize("policy", ["h2o", "streaming", "snapkv", "pyramidkv"])

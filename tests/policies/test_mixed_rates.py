@@ -14,7 +14,6 @@ from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store, grouped
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks
@@ -48,7 +47,7 @@ def mask_of(first: int, n: int, padding: list[int] | None) -> Tensor | None:
 
 
 def store_of(keys: Tensor, recipe: str) -> LayerStore:
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, keys, None, standard_rope(D))
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, keys, None, standard_rope(D))
     assert store.ranked
     return store
 
@@ -302,8 +301,8 @@ def test_the_bias_of_each_rate_is_corrected(codec: str, padding: list[int] | Non
     """Kernels, the reference, and decoding block by block: each rate's term is added to its scores."""
     tokens = made(2, 600)
     store = fed(f"{OPTIONS},bias_correction=full+{codec}", tokens, [0, 600], padding)
-    side, scaling = store.keys, 0.3
-    high, rest = side.tiers[0].correction, side.tiers[1].correction
+    scaling = 0.3
+    high, rest = (tier.keys.correction for tier in store.tiers)
     assert high.shape == rest.shape == (2, H, D)
     assert float(rest.abs().mean()) > 3 * float(high.abs().mean())
     query = 2 * normal(2, H * G, 70, D, seed=9)
@@ -370,7 +369,7 @@ def test_lost_variances_are_kept_with_the_tokens():
     assert store.tiers[1].keys.lost is store.tiers[0].keys.lost is None
     state = other.state()
     state["tiers"][1]["sides"][0]["lost"] = torch.full((3, H, D), torch.nan)
-    with pytest.raises(UserError, match=r"tiers\.1\.lost"):
+    with pytest.raises(UserError, match=r"tiers\.1\.sides\.0\.lost"):
         store_of(tokens[0], recipe).restore(state)
     assert "lost" not in fed(f"{OPTIONS}+kivi:bits=4", tokens, [0, 600]).state()["tiers"][1]["sides"][0]
 
@@ -395,5 +394,5 @@ def test_what_has_no_second_rate_is_refused(recipe: str, message: str):
 def test_exact_layers_are_allowed():
     recipe = Recipe.parse("mixed+trellis:bits=4;0=exact")
     keys = normal(1, H, 4, D)
-    assert not new_store(recipe.plan(0, 2), keys, keys).ranked
-    assert new_store(recipe.plan(1, 2), keys, keys, None, standard_rope(D)).ranked
+    assert not LayerStore(recipe.plan(0, 2), keys, keys).ranked
+    assert LayerStore(recipe.plan(1, 2), keys, keys, None, standard_rope(D)).ranked

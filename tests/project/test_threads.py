@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tersekv.cache import packing
-from tersekv.cache.stores import new_store
+from tersekv.cache.layer import LayerStore
 from tersekv.recipe import Recipe
 from tersekv.threads import FEW_ELEMENTS, one_thread, threads
 
@@ -59,7 +59,7 @@ def test_packing_runs_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(packing, "encoded_side", watched)
     keys = torch.randn(1, 2, 400, 64)
-    store = new_store(Recipe.parse("kivi:bits=4").plan(0, 1), keys[:, :, :0], keys[:, :, :0])
+    store = LayerStore(Recipe.parse("kivi:bits=4").plan(0, 1), keys[:, :, :0], keys[:, :, :0])
     store.append(keys, keys)
     assert seen == [(1, 2)] * 2
     assert store.packed_tokens

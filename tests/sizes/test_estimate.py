@@ -12,8 +12,8 @@ import transformers as tf
 import tersekv
 from conftest import MODELS, SHAPE, prompt
 from covering import covering
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN, Observed
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
@@ -166,7 +166,7 @@ def held_by_a_layer(recipe, cuts):
     """Return footprint and RoPE of a layer of one head that was fed calls of these sizes."""
     rope, g = standard_rope(64), torch.Generator().manual_seed(0)
     plan = Recipe.parse(recipe).plan(0, 1).in_layer(cuts[0], None, 64, 64)
-    store = new_store(plan, *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
+    store = LayerStore(plan, *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
     for n in cuts:
         keys, values = (torch.randn(1, 1, n, 64, generator=g) for _ in range(2))
         observed = UNSEEN

@@ -5,8 +5,8 @@ import torch
 
 import tersekv
 from conftest import prompt
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN, Observed
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.policies.base import MOST_TOKENS
 from tersekv.recipe import Recipe
@@ -41,7 +41,7 @@ def test_bytes_never_exceed_the_memory(recipe, limit):
     """After a prompt, single tokens and a second prompt, with weights that leave gaps in blocks."""
     torch.manual_seed(0)
     plan = settled(Recipe.parse(recipe), SHAPE).plan(0, 1)
-    store = new_store(plan, *torch.empty(2, 1, 2, 0, 64), None, ROPE)
+    store = LayerStore(plan, *torch.empty(2, 1, 2, 0, 64), None, ROPE)
     sizes = []
     for n in (1500, *[1] * 70, 40, *[1] * 150):
         votes = UNSEEN

@@ -68,7 +68,7 @@ class ExactTokens(Stateful):
         fields: Mapping[str, torch.dtype] | None = None,
         part: str = "exact window",
     ) -> None:
-        self.buffers = [x[:, :, :0].clone() for x in like]
+        self.buffers = [x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in like]
         self.usual = self.most_usual = usual
         self.grows, self.part, self.tokens = grows, part, 0
         self.slots: Slots = None if fields is None else Slots(like[0], fields)  # type: ignore[assignment]
@@ -176,7 +176,7 @@ class ExactTokens(Stateful):
 
     def shrink(self, n: int = 0) -> None:
         """Keep the first n tokens, and no memory for others."""
-        self.hold([x[:, :, :n].clone() for x in self.buffers])
+        self._allocate(n, [x[:, :, :n] for x in self.buffers])
 
     # ------------------------------------------------------------------ tokens of which each head holds its own
 

@@ -18,7 +18,6 @@ from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.exact_tokens import ExactTokens, first_tokens
 from tersekv.cache.footprint import Footprint
-from tersekv.cache.packing import by_head
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.placement import Placement
 from tersekv.cache.schema import per_row, positions, require, whole
@@ -91,7 +90,7 @@ class HeadTokens(Stateful, ABC):
         self.policy: Selection = plan.policy
         self.rope = rope if plan.keys.needs_rope else None
         self.tiers, self.dtype, self.flush_tokens = list(tiers), recent.buffers[0].dtype, placement.block
-        placement.most_sinks = 0  # sinks are in the pools
+        placement.most_sinks = 0  # sinks are chosen, too
         self.restart()
 
     def restart(self) -> None:
@@ -318,7 +317,7 @@ class HeadTokens(Stateful, ABC):
         positions, encoded = loose.slots.positions, []
         for i, (side, x) in enumerate(zip(tier.sides, loose.data, strict=True)):
             angles = None if i else lambda index: self.angles(positions.gather(2, index))
-            encoded.append(side.encoded(side.codec, by_head(x, order, t, angles, taken)))
+            encoded.append(side.encoded(side.codec, coding.by_head(x, order, t, angles, taken)))
         for side, changes in zip(tier.sides, encoded, strict=True):
             side.append(side.codec, changes)
         fields = {name: x.gather(2, order) for name, x in loose.slots.fields.items()}
@@ -363,5 +362,6 @@ class HeadTokens(Stateful, ABC):
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`, without those of the layer's tiers and window."""
         for loose in self.loose:
-            sinks = self._sinks(loose.slots.positions)
-            loose.count(footprint, sinks=int(sinks.sum(-1).max()) if loose.tokens else 0)
+            positions = loose.slots.positions
+            counted = loose.tokens and not positions.is_meta
+            loose.count(footprint, int(self._sinks(positions).sum(-1).max()) if counted else 0)

@@ -8,7 +8,8 @@ therefore do not depend on how tokens were fed, unless a codec is fitted on the 
 from __future__ import annotations
 
 import math
-from typing import ClassVar
+from dataclasses import replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,13 +22,13 @@ from tersekv.cache.exact_tokens import ExactTokens, first_tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.found_sinks import FoundTokens, found_are_packed
 from tersekv.cache.head_tokens import HeadTokens
-from tersekv.cache.layer_checks import LAYER, layer_padding, layer_tokens
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.placement import Placement
 from tersekv.cache.ranked_tokens import RankedTokens, ranked_are_packed
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.sampled_tokens import SampledTokens
+from tersekv.cache.schema import optional, per_row, require
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import Rules, Spec, State
 from tersekv.cache.store import LEAST_QUERIES, Store
@@ -35,10 +36,32 @@ from tersekv.cache.tier import PackedSide, Tier
 from tersekv.errors import CacheError
 from tersekv.kernels import backends
 from tersekv.policies.base import two_rates
+from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 from tersekv.threads import one_thread
 from tersekv.transforms.rope import Rope
+
+
+def layer_tokens(store: Any, place: str) -> None:
+    """Check that keys and values hold the tokens that the placement names."""
+    held, placed = (store.sinks.tokens, store.packed_tokens, store.recent.tokens), store.placement
+    wanted = (0, *held[1:]) if store.chosen else (placed.sinks, placed.packed, placed.tail)
+    require(held == wanted, place, f"holds {held} sinks, packed and recent tokens, and must hold {wanted}")
+
+
+def layer_padding(store: Any, place: str) -> None:
+    """Check that the padding of each row leaves room for its tokens."""
+    if store.rotary is not None and store.rotary.padding is not None:
+        padding = store.rotary.padding
+        fits = len(padding) == store.batch_size and (store.deferred or int(padding.max()) <= store.num_tokens)
+        require(fits, f"{place}.rotary.0.padding", f"does not fit {store.batch_size} rows of {store.num_tokens} tokens")
+        same = store.padding is None or store.padding.tolist() == padding.tolist()
+        require(same, f"{place}.rotary.0.padding", "is not the layer's")
+    if store.padding is not None and not store.deferred:
+        sinks = store.sinks.tokens
+        fits = (sinks > 0 or store.by_head) and int(store.padding.max()) + sinks <= store.num_tokens
+        require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.num_tokens}")
 
 
 class LayerStore(Store):
@@ -48,12 +71,14 @@ class LayerStore(Store):
     window: the layer's sliding window in tokens, None for full attention. A sliding-window layer
         has no sinks and evicts packed tokens that no query can see any more.
     rope: RoPE of the layer's keys, needed if they are coded before RoPE.
-    heads: this process's heads under tensor parallelism, or None.
-    context_parallel: processes that share the packed tokens, or None.
+    heads: this process's heads under tensor parallelism, or None. Samples are drawn, and their codecs
+        fitted, for these heads.
+    context_parallel: processes that share the packed tokens of a full-attention layer without eviction,
+        or None.
     query_rope: RoPE of the layer, for policies that rank tokens; that of the keys by default.
     """
 
-    STATE: ClassVar[Spec] = LAYER
+    STATE: ClassVar[Spec] = {"padding": lambda store: optional(per_row(store))}
     RULES: ClassVar[Rules] = (layer_tokens, layer_padding, found_are_packed, ranked_are_packed)
     PARTS: ClassVar[tuple[str, ...]] = ("placement", "sinks", "tiers", "recent", "rotary", "found", "ranked", "chosen")
     MADE: ClassVar[tuple[str, ...]] = ("_pages",)
@@ -70,6 +95,13 @@ class LayerStore(Store):
         context_parallel: ContextParallel | None = None,
         query_rope: Rope | None = None,
     ) -> None:
+        if heads is not None:
+            codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
+            plan = plan._replace(**codecs)
+        if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
+            # heads may fill blocks at different times, so processes could not synchronise
+            other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
+            plan, heads = plan._replace(policy=other), None
         rest = plan.policy.rest if window is None and two_rates(plan.keys, plan.values) else 0.0
         evicts = window is None and plan.policy.drops
         if rest or evicts:  # heads store different tokens, so nothing is stored jointly for all of them
@@ -106,7 +138,8 @@ class LayerStore(Store):
         self.by_head, self.estimates = evicts, any(chosen.estimates for chosen in self.chosen)
         self.keeps_queries = bool(self.ranked) or any(chosen.keeps_queries for chosen in self.chosen)
         self.least_queries = 1 if self.ranked or self.chosen else LEAST_QUERIES
-        self.own = None if context_parallel is None else OwnBlocks(context_parallel, self.flush_tokens, keys.device)
+        processes = context_parallel if window is None else None
+        self.own = None if processes is None else OwnBlocks(processes, self.flush_tokens, keys.device)
 
     @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
@@ -254,7 +287,6 @@ class LayerStore(Store):
         self.check_crop(n)
         gone = min(n, self.recent.tokens)
         removed, back = self.placement.crop(n)
-        past = self.placement.past() if self.placement.record_past else 0
         self._pages, self.room = None, 0
         self.recent.drop_back(gone)
         if self.num_tokens == 0:
@@ -270,7 +302,8 @@ class LayerStore(Store):
                 side.packed.drop_back(removed // side.packed.layout.block_tokens)
         if self.sinks.tokens > self.placement.sinks:
             self.sinks.shrink(self.placement.sinks)
-        self._forget(past)
+        if self.placement.record_past:
+            self._forget(self.placement.past())
         for chosen in self.chosen:
             chosen.crop()
         for found in self.found:

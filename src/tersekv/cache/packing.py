@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -14,9 +14,8 @@ from tersekv.cache.coding import Tokens
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.tier import Encoded
 from tersekv.codecs import Codec
-from tersekv.tensors import gathered, joined
+from tersekv.tensors import joined
 from tersekv.transforms.moments import TokenLoss
-from tersekv.transforms.rope import Angles
 
 if TYPE_CHECKING:
     from tersekv.cache.store import Store
@@ -75,7 +74,7 @@ def encoded_side(
         else:
             shown = _shown(call.place + which, call.hidden)
             angles = None if rotary is None else lambda index: rotary.at(call.place + index)
-            parts = by_head(torch.cat([old, x], dim=2), which, store.flush_tokens, angles, shown)
+            parts = coding.by_head(torch.cat([old, x], dim=2), which, store.flush_tokens, angles, shown)
         encoded.append((codec, packed.encoded(codec, parts, store.heads, share)))
     return encoded
 
@@ -89,18 +88,6 @@ def _consecutive(
         new = x[:, :, max(0, start - n) : max(0, stop - n)]
         part = joined(old[:, :, start : min(stop, n)], new) if start < n else new
         yield _tokens(store, side, part, place + start), _shown(range(place + start, place + stop), call.hidden)
-
-
-def by_head(
-    x: Tensor, which: Tensor, unit: int, angles: Callable[[Tensor], Angles | None] | None, counts: Tensor | None
-) -> Iterator[tuple[Tokens, Tensor | None]]:
-    """Yield the tokens `which` [B, H, n] of x [B, H, T, D] in parts, and which of them count.
-
-    angles: function that returns the RoPE angles of some of `which`, or None. counts: bool [B, 1 or H, n].
-    """
-    for start, stop in coding.chunks(0, which.shape[2], unit, x):
-        index = which[:, :, start:stop]
-        yield Tokens(gathered(x, index), angles and angles(index)), None if counts is None else counts[:, :, start:stop]
 
 
 def _fitted(

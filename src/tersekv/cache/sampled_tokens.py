@@ -196,7 +196,7 @@ class SampledTokens(HeadTokens):
             block = slice(start, min(leave, start + BLOCK_TOKENS))
             self._sketch([x[:, :, block] for x in leaving], positions[:, :, block])
         for tier, loose in zip(self.tiers, self.loose, strict=False):
-            self._pack(tier, loose, loose.slots.alive, leaving, positions)
+            self._pack(tier, loose, loose.slots.alive, leaving[: len(tier.sides)], positions)
         self._weigh()
 
     def _size(self) -> None:

@@ -77,6 +77,10 @@ class Slots(Stateful):
         self.positions = self.positions.gather(2, index)
         self.fields = {name: x.gather(2, index) for name, x in self.fields.items()}
 
+    def resize(self, n: int) -> None:
+        """Have n slots, without content."""
+        self._map(lambda x: x.new_empty((*x.shape[:2], n)))
+
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`."""
         footprint.parts["selection"] += sum(x.nbytes for x in (self.positions, *self.fields.values()))

@@ -21,7 +21,7 @@ from tersekv.cache.schema import Check, flag, of_spec, optional, record, refuse,
 from tersekv.cache.slots import Slots, in_front
 from tersekv.cache.state import Rules, Spec, State, Stateful, own
 from tersekv.codecs import Codec
-from tersekv.layouts.base import Layout, PackedTensors, View
+from tersekv.layouts.base import PackedTensors, View
 from tersekv.tensors import gathered
 from tersekv.transforms.marked_angles import MarkedAngles
 from tersekv.transforms.rope import Angles
@@ -39,12 +39,6 @@ its layouts can move tokens.
 
 This limits how many slots can become empty before whole blocks are evicted, or tokens are moved.
 """
-
-
-def most_blocks(layouts: Iterable[Layout], tokens: int, block: int) -> int:
-    """Return how many blocks of `block` slots a tier for so many tokens per head may have."""
-    spare = SPARE_MOVING if all(layout.moves_tokens for layout in layouts) else SPARE
-    return math.ceil(spare * max(0, tokens) / block) + 1
 
 
 def side_learnt(side: PackedSide, place: str) -> None:
@@ -268,7 +262,8 @@ class Tier(Stateful):
 
     def most_blocks(self, tokens: int) -> int:
         """Return how many blocks there may be for so many tokens per head."""
-        return most_blocks([side.packed.layout for side in self.sides], tokens, self.block)
+        spare = SPARE_MOVING if all(side.packed.layout.moves_tokens for side in self.sides) else SPARE
+        return math.ceil(spare * max(0, tokens) / self.block) + 1
 
     def compact(self, most: int | None) -> None:
         """Move tokens together if half of the slots are empty, or if there are more than `most` blocks.
