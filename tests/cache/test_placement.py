@@ -6,9 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tersekv.cache.layer_checks import layer_tokens
 
-from tersekv.cache.layer import LayerStore
+from tersekv.cache.layer import LayerStore, layer_tokens
 from tersekv.cache.placement import Placement, placed_tokens
 from tersekv.errors import CacheError
 from tersekv.recipe import Recipe
