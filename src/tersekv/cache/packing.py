@@ -87,7 +87,7 @@ def _consecutive(
     for start, stop in coding.chunks(which.start, which.stop, store.flush_tokens, x):
         new = x[:, :, max(0, start - n) : max(0, stop - n)]
         part = joined(old[:, :, start : min(stop, n)], new) if start < n else new
-        yield _tokens(store, side, part, place + start), _shown(range(place + start, place + stop), call.hidden)
+        yield with_angles(store, side, part, place + start), _shown(range(place + start, place + stop), call.hidden)
 
 
 def _fitted(
@@ -106,11 +106,11 @@ def _fitted(
         kept = torch.cat([x[:, :, start:stop] for start, stop in stretches], dim=2)
         parts = [Tokens(kept, rotary.at(places.to(x.device)))]
     else:
-        parts = [_tokens(store, side, x[:, :, start:stop], place + start) for start, stop in stretches]
-    return coding.fitted(codec, parts, _tokens(store, side, sinks, 0, own_sinks=True), store.heads, loss)
+        parts = [with_angles(store, side, x[:, :, start:stop], place + start) for start, stop in stretches]
+    return coding.fitted(codec, parts, with_angles(store, side, sinks, 0, own_sinks=True), store.heads, loss)
 
 
-def _tokens(store: Store, side: int, x: Tensor, place: int, own_sinks: bool = False) -> Tokens:
+def with_angles(store: Store, side: int, x: Tensor, place: int, own_sinks: bool = False) -> Tokens:
     """Return tokens from `place` on with their RoPE angles.
 
     own_sinks: x holds each row's own first tokens, after its padding.
