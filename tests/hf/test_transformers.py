@@ -198,7 +198,7 @@ def test_model_types(models, dtype):
     with tersekv.compress(model, "kivi:bits=4"):
         out = model.generate(prompt(220), return_dict_in_generate=True, **GREEDY)
     layer = out.past_key_values.layers[0].store
-    assert layer.keys.dtype == (torch.float16 if dtype == torch.float32 else dtype)
+    assert layer.recent.keys.dtype == (torch.float16 if dtype == torch.float32 else dtype)
     assert out.sequences.shape == (1, 240)
 
 
