@@ -32,8 +32,8 @@ import recorded
 import tersekv
 from recorded import record, show
 from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import Observed
-from tersekv.cache.stores import new_store
 from tersekv.hf.cache import CompressedCache
 from tersekv.kernels import cpu
 from tersekv.recipe import Recipe
@@ -103,7 +103,7 @@ def filled(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -
         layer = DynamicLayer()
         layer.update(keys, values)
         return layer
-    store = new_store(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
+    store = LayerStore(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
     # only the number of tokens of each rate matters here, not which ones
     store.append(keys, values, None, Observed(importance=torch.rand(1, H, tokens)))
     return store

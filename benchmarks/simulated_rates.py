@@ -13,7 +13,7 @@ from transformers.masking_utils import AttentionMaskInterface
 import tersekv
 from tersekv.attention import masks
 from tersekv.attention.read import grouped
-from tersekv.cache import coding
+from tersekv.cache import coding, packing
 from tersekv.cache.lost_variance import LostVariance
 from tersekv.codecs import Codec
 from tersekv.models.loading import load
@@ -163,10 +163,10 @@ class Simulation:
             by_rate = {}
             for rate in self.rates:
                 decoded = []
-                for side, x in zip(store.sides, (exact.keys, exact.values), strict=True):
+                for i, (side, x) in enumerate(zip(store.sides, (exact.keys, exact.values), strict=True)):
                     part = x[:, :, first : first + count]
                     codec = side.codec.at_rate(rate)
-                    tokens = side._tokens(part, first)
+                    tokens = packing.with_angles(store, i, part, first)
                     view = coding.view(codec, coding.encode(codec, tokens), part.shape[-1], tokens.angles)
                     decoded.append(view.decode()[0])
                     if side is store.keys:

@@ -32,7 +32,7 @@ from torch import Tensor
 import tersekv
 from recorded import parser, record, show
 from tersekv.attention.read import AttentionCall, attend_store
-from tersekv.cache.stores import new_store
+from tersekv.cache.layer import LayerStore
 from tersekv.cli import output
 from tersekv.recipe import Recipe
 from tersekv.units import parse_bytes
@@ -91,7 +91,7 @@ def stream(n: int, m: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def grown(recipe: str, keys: Tensor, values: Tensor, queries: Tensor, tokens: int, timed: int) -> list[dict[str, Any]]:
     """Return rows at lengths of 1,024 times powers of four, and at the whole stream."""
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values)
     rows, seconds = [], 0.0
     lengths = [CHUNK * 4**i for i in range(16) if CHUNK * 4**i < tokens] + [tokens]
     for length in lengths:

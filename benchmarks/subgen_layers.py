@@ -34,8 +34,8 @@ import recorded
 from recorded import record, show
 from tersekv.attention.read import AttentionCall, attend_chunk
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.pool import WEIGHT, TokenPool
-from tersekv.cache.stores import new_store
+from tersekv.cache.slots import Slots
+from tersekv.cache.tier import WEIGHT
 from tersekv.calibration.capture import capture_calls
 from tersekv.cli import output
 from tersekv.lab.evals.windows import read_text
@@ -131,7 +131,7 @@ def exact(layer: Layer) -> Exact:
 def filled(recipe: str, layer: Layer, index: int, tokens: int) -> Any:
     """Return a layer's cache after the prompt."""
     keys, values = (x[:, :, :tokens] for x in (layer.keys, layer.values))
-    store = new_store(Recipe.parse(recipe).plan(index, index + 1), keys, values)
+    store = LayerStore(Recipe.parse(recipe).plan(index, index + 1), keys, values)
     store.append(keys, values)
     return store
 
@@ -156,7 +156,7 @@ def terms(layer: Layer, index: int, args: argparse.Namespace) -> dict[str, float
     truth = exact(layer)
     values = layer.values[0, :, : args.tokens].float()
     stores = [filled(f"{STREAM},seed={seed}+exact", layer, index, args.tokens) for seed in range(args.seeds)]
-    sampled = slice(stores[0].policy.sinks, args.tokens - stores[0].keys.tail.tokens)
+    sampled = slice(stores[0].policy.sinks, args.tokens - stores[0].recent.tokens)
     weights = truth.weights[..., : args.tokens]
     p, v = weights[..., sampled], values[:, sampled]
     z, size = torch.einsum("hgqt,htd->hgqd", p, v), truth.out.norm(dim=-1)
@@ -190,14 +190,15 @@ def estimated(store: LayerStore, weights: Tensor, values: Tensor) -> tuple[Tenso
 
     weights: [H, G, q, T], the exact ones. values: [H, T, D].
     """
-    above, below = (by_position(pool, weights.shape[-1]) for pool in (store.chosen[0].pool, store.chosen[0].centers))
+    each = [by_position(held.slots, weights.shape[-1]) for held in store.chosen[0].slots]
+    above, below = each[0] + each[1], each[2] + each[3]
     return torch.einsum("hgqt,ht,htd->hgqd", weights, above, values), torch.einsum("hgqt,ht->hgq", weights, below)
 
 
-def by_position(pool: TokenPool, tokens: int) -> Tensor:
+def by_position(slots: Slots, tokens: int) -> Tensor:
     """Return the weight of each position in a sum, float32 [H, tokens]; 0 if it is not held."""
-    positions = pool.positions[0].long()
-    weights = pool.fields[WEIGHT][0].exp().masked_fill(positions < 0, 0.0)
+    positions = slots.positions[0].long()
+    weights = slots.fields[WEIGHT][0].exp().masked_fill(positions < 0, 0.0)
     return weights.new_zeros(len(positions), tokens).scatter_add(1, positions.clamp(min=0), weights)
 
 

@@ -14,7 +14,7 @@ from transformers.cache_utils import DynamicLayer
 from experiments.base import MEASURED_DEFAULT, Experiment, Measured, OutOfTimeError, Questions, Result, Setting
 from layer_step import EXACT, step
 from recorded import median_of
-from tersekv.cache.stores import new_store
+from tersekv.cache.layer import LayerStore
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.transforms.rope import standard_rope
 from tersekv.units import parse_tokens
@@ -59,7 +59,7 @@ def packed_layer(plan: LayerPlan | None, keys: Tensor, values: Tensor) -> Any:
         layer = DynamicLayer()
         layer.update(keys, values)
         return layer
-    store = new_store(plan, keys[:, :, :0], values[:, :, :0], None, standard_rope(keys.shape[-1]))
+    store = LayerStore(plan, keys[:, :, :0], values[:, :, :0], None, standard_rope(keys.shape[-1]))
     store.append(keys, values)
     return store
 

@@ -13,7 +13,6 @@ from conftest import prompt
 from tersekv.attention.read import KERNEL_ROWS, AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import Observed
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.kernels import attend as attend_operator
 from tersekv.kernels import backends
@@ -37,7 +36,7 @@ KINDS = [
 
 
 def filled(recipe: str, keys: Tensor, values: Tensor, padding: Tensor | None = None) -> LayerStore:
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
     store.append(keys, values, padding)
     return store
 
@@ -72,7 +71,7 @@ def test_the_log_sum_exp_of_normal_keys_is_closer(recipe, sign):
     assert abs(biases["full"]) < 0.4 * abs(biases["off"])
     assert biases["half"] == pytest.approx((biases["off"] + biases["full"]) / 2, abs=1e-5)
     assert biases["off"] * sign > 0
-    assert float(store.keys.tiers[0].lost.mean()) * sign > 0
+    assert float(store.tiers[0].keys.lost.mean()) * sign > 0
 
 
 @pytest.mark.parametrize("padding", [None, (40, 0)], ids=["", "padded"])
@@ -105,7 +104,7 @@ def test_padding_is_not_measured():
     recipe = "window:start=0,recent=32,bias_correction=full+kivi:bits=2"
     padded = filled(recipe, keys, values, torch.tensor([192, 0]))
     alone = filled(recipe, keys[:1, :, 192:], values[:1, :, 192:])
-    torch.testing.assert_close(padded.keys.tiers[0].lost[0], alone.keys.tiers[0].lost[0])
+    torch.testing.assert_close(padded.tiers[0].keys.lost[0], alone.tiers[0].keys.lost[0])
 
 
 def test_rows_state_and_rollback():
@@ -113,31 +112,31 @@ def test_rows_state_and_rollback():
     keys, values = tokens(400, B=3, D=D)
     recipe = "window:recent=32,bias_correction=half+kivi:bits=2"
     store = filled(recipe, keys, values)
-    lost = store.keys.tiers[0].lost
+    lost = store.tiers[0].keys.lost
     assert lost.shape == (3, 2, D)
-    assert torch.equal(store.keys.tiers[0].correction, lost / 4)
-    other = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+    assert torch.equal(store.tiers[0].keys.correction, lost / 4)
+    other = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
     other.restore(store.state())
-    assert torch.equal(other.keys.tiers[0].lost, lost)
+    assert torch.equal(other.tiers[0].keys.lost, lost)
     query = torch.randn(3, 4, 1, D)
     same = [attend_store(s, AttentionCall(query, None, 0.125)) for s in (store, other, copy.deepcopy(store))]
     assert torch.equal(same[0], same[1])
     assert torch.equal(same[0], same[2])
     store.crop(200)
-    assert torch.equal(store.keys.tiers[0].lost, lost)  # as other data fitted on the prompt
+    assert torch.equal(store.tiers[0].keys.lost, lost)  # as other data fitted on the prompt
     store.select(torch.tensor([2, 0]))
-    assert torch.equal(store.keys.tiers[0].lost, lost[[2, 0]])
+    assert torch.equal(store.tiers[0].keys.lost, lost[[2, 0]])
     store.crop(200)
-    assert store.keys.tiers[0].lost is None
+    assert store.tiers[0].keys.lost is None
     state = other.state()
-    state["sides"][0]["tiers"][0]["lost"] = torch.full((3, 2, D), torch.nan)
+    state["tiers"][0]["sides"][0]["lost"] = torch.full((3, 2, D), torch.nan)
     with pytest.raises(UserError, match="lost"):
-        new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D)).restore(state)
+        LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D)).restore(state)
 
 
 def test_states_without_correction_have_no_new_entry():
     keys, values = tokens(400, D=D)
-    assert "lost" not in filled("kivi:bits=2", keys, values).state()["sides"][0]["tiers"][0]
+    assert "lost" not in filled("kivi:bits=2", keys, values).state()["tiers"][0]["sides"][0]
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "streaming"])
@@ -148,11 +147,11 @@ def test_policies_that_evict(policy):
     outs = []
     for share in ("off", "full"):
         recipe = f"{policy}:budget=200,recent=16,bias_correction={share}+kivi:bits=2"
-        store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+        store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
         store.append(keys, values, None, Observed(votes))
         outs.append(attend_store(store, AttentionCall(torch.ones(1, 4, 1, D), None, 0.125)))
-    assert float(store.keys.tiers[0].lost.mean()) < 0
-    assert store.chosen[0].pool.packed_tokens
+    assert float(store.tiers[0].keys.lost.mean()) < 0
+    assert store.packed_tokens
     assert not torch.allclose(*outs, rtol=0.01)
 
 
@@ -160,13 +159,11 @@ def test_both_rates_of_a_policy_that_evicts():
     """Each rate has its own lost variance, which is larger with fewer bits, and its own correction."""
     keys, values = tokens(600, D=D)
     recipe = "streaming:budget=500,recent=16,rest=1,bias_correction=full+trellis:bits=4,calibration=prompt,centre=false"
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, None, standard_rope(D))
     store.append(keys, values)
-    high, low = (pool.tiers[0].lost for pool in store.chosen[0].pools)
+    high, low = (tier.keys.lost for tier in store.tiers)
     assert 0 < float(high.mean()) < float(low.mean()) / 4
-    assert {id(page.correction) for page in store.packed_pages()} == {
-        id(pool.tiers[0].correction) for pool in store.chosen[0].pools
-    }
+    assert {id(page.correction) for page in store.packed_pages()} == {id(tier.keys.correction) for tier in store.tiers}
 
 
 @pytest.mark.parametrize("policy", ["window:", "snapkv:budget=0.5,", "mixed:rest=1,", "h2o:budget=0.8,rest=1,"])

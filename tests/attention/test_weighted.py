@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.kernels.softmax import attend_weighted
 from tersekv.recipe import Recipe
@@ -46,7 +45,7 @@ def by_slots(
     weight = (keys @ query * 0.125).exp()
     exact = [
         *range(padding, padding + store.policy.sinks),
-        *range(store.num_tokens - store.keys.tail.tokens, store.num_tokens),
+        *range(store.num_tokens - store.recent.tokens, store.num_tokens),
     ]
     z, tau = weight[exact] @ values[exact], weight[exact].sum()
     slots, mu = (x[row, head] for x in store.chosen[0].reservoir)
@@ -63,7 +62,7 @@ def by_slots(
 def test_attention_is_the_algorithms_estimate(options):
     keys, values = tokens(400, B=2, D=32)
     policy = f"subgen:variant=stream,recent=20,exact=fp32,{options}"
-    store = new_store(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
+    store = LayerStore(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
     assert store.estimates
     padding = torch.tensor([60, 0])
     for start, stop in [(0, 200), *((i, i + 1) for i in range(200, 300)), (300, 400)]:
@@ -72,7 +71,7 @@ def test_attention_is_the_algorithms_estimate(options):
     mask = (torch.arange(400) >= padding[:, None])[:, None]
     got = attend_store(store, AttentionCall(query, mask, 0.125))
     torch.testing.assert_close(got, attend_store(store, AttentionCall(query, None, 0.125)))
-    stream = 400 - store.keys.tail.tokens - store.policy.sinks
+    stream = 400 - store.recent.tokens - store.policy.sinks
     assert store.chosen[0].clusters.members.sum(-1).tolist() == [[stream - 60] * 2, [stream] * 2]
     for row, pad in enumerate(padding.tolist()):
         for head in range(4):
@@ -88,7 +87,7 @@ def test_a_chunk_sees_the_estimate_and_itself():
     call = AttentionCall(query, None, 0.125)
     outs = []
     for policy in ("window:exact=fp32", "subgen:variant=stream,recent=60,sinks=0,budget=100,exact=fp32"):
-        store = new_store(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
+        store = LayerStore(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
         store.append(keys[:, :, :60], values[:, :, :60])
         outs.append(attend_chunk(store, keys[:, :, 60:], values[:, :, 60:], call))
     torch.testing.assert_close(outs[1], outs[0])
@@ -96,7 +95,7 @@ def test_a_chunk_sees_the_estimate_and_itself():
 
 def test_a_refused_append_changes_no_sketch():
     keys, values = tokens(400, D=32)
-    store = new_store(Recipe.parse("subgen:variant=stream,recent=16,exact=fp32+kivi:bits=1").plan(0, 1), keys, values)
+    store = LayerStore(Recipe.parse("subgen:variant=stream,recent=16,exact=fp32+kivi:bits=1").plan(0, 1), keys, values)
     with pytest.raises(UserError, match="scales=bf16"):
         store.append(keys, values * 1e5)
     assert (store.num_tokens, store.chosen[0].reservoir, store.footprint().total_bytes) == (0, None, 0)

@@ -6,7 +6,7 @@ import torch
 import tersekv
 from conftest import prompt
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
-from tersekv.cache.stores import new_store
+from tersekv.cache.layer import LayerStore
 from tersekv.errors import UserError
 from tersekv.kernels.registry import forced
 from tersekv.recipe import Recipe
@@ -28,7 +28,7 @@ def tokens(n=300, rows=1, seed=0, heads=2):
 
 
 def filled(recipe, x, parts=(), padding=None):
-    store = new_store(Recipe.parse(recipe).plan(0, 1), *x[..., :0, :], None, ROPE)
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), *x[..., :0, :], None, ROPE)
     first = 0
     for n in (*parts, x.shape[3] - sum(parts)):
         store.append(*x[..., first : first + n, :], padding if not first else None)
@@ -165,7 +165,7 @@ def test_padding_is_never_found(sinks):
     """Also without attention sinks, whose rows need no padding later."""
     keys, values = tokens(300, rows=2)[:2]
     recipe = f"window:sinks={sinks},recent=16,found=4+kivi:bits=4"
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values)
     store.append(keys, values, torch.tensor([0, 100]))
     places = store.found[0].places
     assert int(places[1].min()) >= 100 + sinks

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tersekv.cache.layer_checks import layer_tokens
+from tersekv.cache.layer import LayerStore, layer_tokens
 from tersekv.cache.placement import Placement, placed_tokens
-from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError
 from tersekv.recipe import Recipe
 
@@ -75,7 +74,7 @@ def test_a_rollback_to_the_first_token_that_is_left() -> None:
 def test_a_store_holds_what_its_placement_says(policy: str, window: int | None, calls: list[int]) -> None:
     """Keys and values after each call, also where the recent window has room for it."""
     like = torch.randn(1, 1, 200, 32)
-    store = new_store(Recipe.parse(policy + "+kivi:bits=4").plan(0, 1), like[:, :, :0], like[:, :, :0], window)
+    store = LayerStore(Recipe.parse(policy + "+kivi:bits=4").plan(0, 1), like[:, :, :0], like[:, :, :0], window)
     for n in calls:
         try:
             store.append(like[:, :, :n], like[:, :, :n]) if n > 0 else store.crop(-n)

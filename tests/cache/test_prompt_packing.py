@@ -12,7 +12,6 @@ import tersekv
 from conftest import prompt
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
@@ -31,7 +30,7 @@ LOSSLESS = "window:generated=exact,sinks=4,recent=32,exact=fp32+exact:dtype=fp32
 
 def fed(recipe: str, keys: torch.Tensor, values: torch.Tensor, cuts: list[int], window=None) -> LayerStore:
     """Return a store that was fed the tokens in calls that end at `cuts`."""
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, window)
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, window)
     assert isinstance(store, LayerStore)
     for a, b in pairwise(cuts):
         store.append(keys[:, :, a:b], values[:, :, a:b])
@@ -59,7 +58,7 @@ def test_generated_tokens_stay_exact_until_the_next_prompt():
     keys, values = tokens(800)
     store = fed(EXACT, keys, values, [0, 300, *range(301, 701)])
     packed = (300 - 4 - 20) // 32 * 32
-    assert (store.num_tokens, store.packed_tokens, store.keys.tail.tokens) == (700, packed, 700 - 4 - packed)
+    assert (store.num_tokens, store.packed_tokens, store.recent.tokens) == (700, packed, 700 - 4 - packed)
     for x, back in zip((keys, values), store.decoded(torch.float32), strict=True):
         assert torch.equal(back[:, :, 300:], x[:, :, 300:700].half().float())
     store.append(keys[:, :, 700:], values[:, :, 700:])
@@ -99,7 +98,7 @@ def test_rows_of_a_padded_batch():
     """Rows start when each has its sinks, with all tokens so far as the prompt."""
     keys, values = tokens(400, B=2)
     padding = torch.tensor([150, 0])
-    stores = [new_store(Recipe.parse(recipe).plan(0, 1), keys, values) for recipe in (EXACT, PLAIN)]
+    stores = [LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values) for recipe in (EXACT, PLAIN)]
     for store in stores:
         for a, b in [(0, 100), (100, 300)]:
             store.append(keys[:, :, a:b], values[:, :, a:b], padding.clamp(max=b) if store.deferred else None)
@@ -115,8 +114,8 @@ def test_sliding_windows_evict_generated_tokens(window):
     keys, values = tokens(2000, D=32)
     store = fed(EXACT, keys, values, [0, 300, *range(301, 2001)], window)
     assert store.packed_tokens == 0
-    assert window <= store.keys.tail.tokens < window + ROLLBACK_TOKENS + 2 * store.flush_tokens
-    assert store.num_evicted + store.keys.tail.tokens == 2000
+    assert window <= store.recent.tokens < window + ROLLBACK_TOKENS + 2 * store.flush_tokens
+    assert store.num_evicted + store.recent.tokens == 2000
     assert torch.equal(store.decoded(torch.float32)[0], keys[:, :, store.num_evicted :].half().float())
     while store.num_tokens > 1990:
         store.crop(1)
@@ -132,13 +131,13 @@ def test_sliding_windows_evict_generated_tokens(window):
 def test_the_window_grows_without_a_copy_at_every_token():
     keys, values = tokens(4000, D=8)
     store = fed("window:generated=exact,sinks=0,recent=0+exact", keys, values, [0, 64])
-    memory, copies = store.keys.tail._data.data_ptr(), 0
+    memory, copies = store.recent.buffers[0].data_ptr(), 0
     for i in range(64, 4000):
         store.append(keys[:, :, i : i + 1], values[:, :, i : i + 1])
-        copies += store.keys.tail._data.data_ptr() != memory
-        memory = store.keys.tail._data.data_ptr()
+        copies += store.recent.buffers[0].data_ptr() != memory
+        memory = store.recent.buffers[0].data_ptr()
     assert 10 < copies < 40
-    allocated, used = store.keys.tail._data.shape[2], store.keys.tail.tokens
+    allocated, used = store.recent.buffers[0].shape[2], store.recent.tokens
     assert used <= allocated <= used + max(MIN_PAGE_TOKENS, used // GROWTH)
 
 

@@ -14,7 +14,6 @@ from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN, Observed
-from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
@@ -77,7 +76,7 @@ def test_votes_are_attention_weights_summed(monkeypatch):
     assert votes.shape == (1, 2, 100 + 90)
     expected = weights.sum(2).unflatten(1, (2, 2)).mean(2)
     for head in range(2):
-        places = [*store.chosen[0].pool.positions[0, head].tolist(), *range(200 - 16, 290)]
+        places = [*store.chosen[0].positions(0)[0, head].tolist(), *range(200 - 16, 290)]
         torch.testing.assert_close(votes[0, head], expected[0, head, places])
         assert expected[0, head].sum() == pytest.approx(float(votes[0, head].sum()), rel=1e-5)
     alive = []
@@ -101,7 +100,7 @@ def test_nothing_is_observed_for_others(monkeypatch):
     monkeypatch.setattr(observing, "_weights", fail)
     filled("streaming+kivi", [200, 201])
     keys, values = tokens(100)
-    window = new_store(Recipe.parse("h2o+kivi").plan(0, 1), keys, values, 48)
+    window = LayerStore(Recipe.parse("h2o+kivi").plan(0, 1), keys, values, 48)
     assert isinstance(window, LayerStore)
     assert observe(window, keys, keys, AttentionCall(torch.randn(1, 4, 100, 64), None, 0.125)) is UNSEEN
 
@@ -145,9 +144,9 @@ def test_footprint_counts_the_tensors_held(policy):
     store, *_ = filled(f"{policy}+kivi:bits=4", [200, *range(201, 290)], B=2)
     footprint = store.footprint()
     planes = [x for side in store.sides for page in side.packed.pages for x in page.planes.values()]
-    tails = [side.tail._data for side in store.sides]
-    figures = [store.chosen[0].pool.positions, *store.chosen[0].pool.fields.values(), store.chosen[0].tail_votes]
-    held = [*planes, *tails, *figures, *store.chosen[0].pool.loose]
+    fields = [x for held in store.chosen[0].slots for x in held.slots.fields.values()]
+    figures = [store.chosen[0].positions(0), *fields, store.chosen[0].tail_votes]
+    held = [*planes, *store.recent.buffers, *figures, *store.chosen[0].loose[0].data]
     assert footprint.total_bytes == sum(x.numel() * x.element_size() for x in held)
     assert footprint.parts["selection"] == sum(x.numel() * x.element_size() for x in figures)
     assert footprint.parts["exact sinks"] == 2 * 2 * 4 * 32 * 2 * 2
@@ -200,7 +199,7 @@ def test_a_refused_append_changes_nothing():
 
 def test_crop_select_and_copy():
     store, keys, values, query = filled("snapkv:budget=100,recent=16+kivi:bits=4", [200, *range(201, 211)], B=3)
-    held = store.keys.tail.tokens
+    held = store.recent.tokens
     twin = copy.deepcopy(store)
     feed(store, *(x[:, :, :5] for x in (keys, values, query)))
     store.crop(5)
@@ -232,4 +231,4 @@ def test_a_refused_first_call_leaves_no_padding():
     store = made("snapkv:recent=16,exact=fp32,budget=0.5+exact:dtype=fp16", keys, values)
     with pytest.raises(UserError, match="exceeds float16's 65504"):
         store.append(keys * 1e6, values, torch.tensor([0, 7]), Observed(torch.ones(2, 2, 200)))
-    assert store.padding is store.chosen[0].pool.padding is None
+    assert store.padding is store.chosen[0].padding is None

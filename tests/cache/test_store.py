@@ -42,7 +42,7 @@ def fed(recipe: str, keys: Tensor, values: Tensor, cuts: list[int], window: int 
 def contents(s: LayerStore) -> list[Tensor]:
     """Return every byte in use."""
     planes = [plane for side in s.sides for plane in side.packed.planes().values()]
-    return [*planes, *(x for side in s.sides for x in (side.sinks, side.tail.data))]
+    return [*planes, *s.sinks.data, *s.recent.data]
 
 
 @pytest.mark.parametrize("recipe", UNFITTED)
@@ -67,11 +67,11 @@ def test_any_chunking(chunks, recent, sinks):
     s = fed(recipe, keys, values, cuts)
     for a, b in zip(contents(s), contents(fed(recipe, keys, values, [0, total])), strict=True):
         assert torch.equal(a, b)
-    assert s.keys.sinks.shape[2] + s.packed_tokens + s.keys.tail.tokens == s.num_tokens == total
-    assert s.keys.sinks.shape[2] == min(total, sinks)
-    assert s.keys.tail.tokens >= min(recent, total - s.keys.sinks.shape[2])
+    assert s.sinks.keys.shape[2] + s.packed_tokens + s.recent.tokens == s.num_tokens == total
+    assert s.sinks.keys.shape[2] == min(total, sinks)
+    assert s.recent.tokens >= min(recent, total - s.sinks.keys.shape[2])
     # nothing is packed before twice `recent` tokens, see `window:start`
-    assert s.keys.tail.tokens < recent + s.flush_tokens or total < 2 * recent
+    assert s.recent.tokens < recent + s.flush_tokens or total < 2 * recent
 
 
 def test_codecs_fitted_on_the_prompt_say_so():
@@ -91,15 +91,15 @@ def test_order_and_exactness():
     for x, back in zip((keys, values), decoded, strict=True):
         exact = x.half().float()
         assert torch.equal(back[:, :, :4], exact[:, :, :4])
-        assert torch.equal(back[:, :, -s.keys.tail.tokens :], exact[:, :, -s.keys.tail.tokens :])
+        assert torch.equal(back[:, :, -s.recent.tokens :], exact[:, :, -s.recent.tokens :])
         assert (back - x).square().mean() < 0.02
-    assert s.keys.tail.tokens >= 128
+    assert s.recent.tokens >= 128
 
 
 def test_empty_and_one_token():
     keys, values = tokens(1)
     s = fed("kivi", keys, values, [0, 1])
-    assert (s.num_tokens, s.packed_tokens, s.keys.sinks.shape[2], s.keys.tail.tokens) == (1, 0, 1, 0)
+    assert (s.num_tokens, s.packed_tokens, s.sinks.keys.shape[2], s.recent.tokens) == (1, 0, 1, 0)
     assert s.packed_segment() is None
     assert torch.equal(s.decoded(torch.float32)[0], keys.half().float())
 
@@ -125,7 +125,7 @@ def test_footprint_counts_the_tensors_held():
     s = fed("kivi:bits=4", keys, values, [0, 900, 1000])
     footprint = s.footprint()
     packed = [plane for side in s.sides for page in side.packed.pages for plane in page.planes.values()]
-    held = [*packed, *(x for side in s.sides for x in (side.sinks, side.tail._data))]
+    held = [*packed, *s.sinks.buffers, *s.recent.buffers]
     assert footprint.total_bytes == sum(x.numel() * x.element_size() for x in held)
     assert footprint.tokens == 1000
     assert footprint.elements == 2 * keys.numel()
@@ -133,7 +133,7 @@ def test_footprint_counts_the_tensors_held():
     assert footprint.parts["codes"] == coded * 4 // 8
     assert footprint.parts["scales and norms"] == coded * 1 // 8
     assert footprint.parts["exact sinks"] == 2 * 3 * 4 * 64 * 2 * 2
-    assert footprint.parts["exact window"] == 2 * 3 * s.keys.tail.tokens * 64 * 2 * 2
+    assert footprint.parts["exact window"] == 2 * 3 * s.recent.tokens * 64 * 2 * 2
     assert set(footprint.parts) == set(PARTS)
 
 
@@ -181,8 +181,8 @@ def test_left_padded_rows_have_their_own_sinks():
     keys[0, :, :50] = 1e4  # the contents of padding must have no effect
     s = store("kivi:bits=2", keys, values)
     s.append(keys, values, torch.tensor([50, 0]))
-    assert torch.equal(s.keys.sinks[0], keys[0, :, 50:54].half())
-    assert torch.equal(s.keys.sinks[1], keys[1, :, :4].half())
+    assert torch.equal(s.sinks.keys[0], keys[0, :, 50:54].half())
+    assert torch.equal(s.sinks.keys[1], keys[1, :, :4].half())
     decoded = s.decoded(torch.float32)[0]
     assert torch.equal(decoded[0, :, 50:54], keys[0, :, 50:54].half().float())
     assert (decoded[0, :, 54:150] - keys[0, :, 54:150]).square().mean() < 0.3

@@ -126,7 +126,7 @@ def test_restored_and_shared_states(recipe):
     assert list(restored.packed_pages()) == []
     restored.restore(store.state())
     assert torch.equal(attend(restored), first)
-    for page in store.state()["sides"][0]["tiers"][0]["packed"][0]["pages"]:
+    for page in store.state()["tiers"][0]["sides"][0]["packed"][0]["pages"]:
         for plane in page["planes"].values():
             plane.share_memory_()
     gc.collect()

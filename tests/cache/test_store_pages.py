@@ -20,7 +20,6 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS, ROLLBACK_TOKENS, Page, PageSizes
 from tersekv.cache.segments import Observed
-from tersekv.cache.stores import new_store
 from tersekv.codecs.kvquant import KVQuant
 from tersekv.layouts.base import PackedTensors
 from tersekv.recipe import Recipe
@@ -169,7 +168,7 @@ def test_any_operation_on_a_store():
 
 def allocated(s: LayerStore) -> list[Tensor]:
     planes = [plane for side in s.sides for page in side.packed.pages for plane in page.planes.values()]
-    return [*planes, *(x for side in s.sides for x in (side.sinks, side.tail._data))]
+    return [*planes, *s.sinks.buffers, *s.recent.buffers]
 
 
 def test_a_sliding_window_frees_pages():
@@ -249,7 +248,7 @@ def test_estimates_know_the_pages(window, recipe):
     shape = CacheShape((window,), 2, 32, 32, torch.float32)
     for n in (100, 200, 300, 500, 3000, 4100):
         keys, values = tokens(n, H=2)
-        s = new_store(Recipe.parse(recipe).plan(0, 1), keys, values, window)
+        s = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, window)
         s.append(keys, values, None, Observed(torch.rand(1, 2, n) if s.by_head else None))
         held, expected = s.footprint().parts, predict(shape, recipe, n).parts
         assert held | {"tables": 0} == expected | {"tables": 0}

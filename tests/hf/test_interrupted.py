@@ -13,8 +13,8 @@ import transformers as tf
 
 import tersekv
 from conftest import LOSSLESS, MODELS, SHAPE, prompt
-from tersekv.cache.side import SideStore
-from tersekv.cache.tail import TailBuffer
+from tersekv.cache import packing
+from tersekv.cache.blocks import BlockBuffer
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.progress import Progress
 
@@ -187,19 +187,19 @@ def test_linear_layers_have_no_rollback(installed, stopped):
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("part", ["prepare", "append"])
+@pytest.mark.parametrize("part", ["encoded_side", "append"])
 def test_interrupted_inside_a_layer(llama, monkeypatch, part):
     """While tokens are only prepared nothing has changed. Between keys and values a rollback is
     impossible."""
     ids, calls = prompt(300), []
-    owner, error = (SideStore, MemoryError()) if part == "prepare" else (TailBuffer, KeyboardInterrupt())
+    owner, error = (packing, MemoryError()) if part == "encoded_side" else (BlockBuffer, KeyboardInterrupt())
     real = getattr(owner, part)
 
-    def stop(self, *args, **kwargs):
-        calls.append(self)
+    def stop(*args):
+        calls.append(args)
         if len(calls) == 2:  # the values of the first layer
             raise error
-        return real(self, *args, **kwargs)
+        return real(*args)
 
     with tersekv.compress(llama, "kivi:bits=4"), torch.no_grad():
         cache, expected = (tersekv.CompressedCache(llama.config, "kivi:bits=4") for _ in range(2))
@@ -209,7 +209,7 @@ def test_interrupted_inside_a_layer(llama, monkeypatch, part):
             patch.setattr(owner, part, stop)
             with pytest.raises(type(error)):
                 llama(ids[:, 200:], past_key_values=cache)
-        if part == "prepare":
+        if part == "encoded_side":
             got = llama(ids[:, 200:], past_key_values=cache).logits
             assert torch.equal(got, llama(ids[:, 200:], past_key_values=expected).logits)
         else:

@@ -182,7 +182,7 @@ def test_on_another_device(llama):
     torch.save(cache, file)
     file.seek(0)
     moved = torch.load(file, weights_only=False, map_location="meta")
-    assert moved.layers[0].store.keys.sinks.device.type == "meta"
+    assert moved.layers[0].store.sinks.keys.device.type == "meta"
 
 
 def test_an_interrupted_cache_stays_interrupted(llama):

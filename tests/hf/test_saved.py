@@ -172,7 +172,7 @@ def test_a_page_of_the_file_is_not_copied(llama, tmp_path):
         layer = loaded.layers[0].store
         page = layer.keys.packed.pages[0]
         assert not any(plane.untyped_storage().resizable() for plane in page.planes.values())  # memory of others
-        assert layer.keys.tail.data.untyped_storage().resizable()
+        assert layer.recent.keys.untyped_storage().resizable()
         memory = {name: plane.data_ptr() for name, plane in page.planes.items()}
         read(llama, loaded, singles(40))
         assert memory == {name: plane.data_ptr() for name, plane in layer.keys.packed.pages[0].planes.items()}
@@ -205,7 +205,7 @@ def test_inference_mode_and_other_types(tmp_path):
         cache = model(prompt(200)).past_key_values
         cache.save(tmp_path / "cache")
         loaded = tersekv.CompressedCache.load(tmp_path / "cache", model)
-    assert loaded.layers[0].store.keys.dtype == torch.bfloat16
+    assert loaded.layers[0].store.recent.keys.dtype == torch.bfloat16
     with tersekv.compress(model, "kivi:bits=4"):
         goes_on_alike(model, loaded, tmp_path / "more", singles(40))
 

@@ -198,7 +198,7 @@ def test_model_types(models, dtype):
     with tersekv.compress(model, "kivi:bits=4"):
         out = model.generate(prompt(220), return_dict_in_generate=True, **GREEDY)
     layer = out.past_key_values.layers[0].store
-    assert layer.keys.dtype == (torch.float16 if dtype == torch.float32 else dtype)
+    assert layer.recent.keys.dtype == (torch.float16 if dtype == torch.float32 else dtype)
     assert out.sequences.shape == (1, 240)
 
 
@@ -457,8 +457,8 @@ def test_gradients_do_not_reach_the_store(llama):
         embeds = llama.get_input_embeddings()(prompt(200)).requires_grad_(True)
         llama(inputs_embeds=embeds, past_key_values=cache).logits.sum().backward()
     store = cache.layers[0].store
-    assert not store.keys.sinks.requires_grad
-    assert not store.keys.tail.data.requires_grad
+    assert not store.sinks.keys.requires_grad
+    assert not store.recent.keys.requires_grad
 
 
 def test_errors_name_layer_and_remedy(llama):

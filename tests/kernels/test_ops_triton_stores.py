@@ -12,8 +12,8 @@ import torch
 
 from conftest import benchmark
 from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import Observed
-from tersekv.cache.stores import new_store
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
 from tersekv.transforms.rope import standard_rope
@@ -89,12 +89,12 @@ def test_bias_correction_of_two_rates(device, recipe):  # noqa: F811
     ranking = Observed(importance=torch.rand(2, 2, 200, generator=torch.Generator().manual_seed(1)))
     stores, rope = [], standard_rope(64)
     for options in ("", ",bias_correction=full"):
-        s = new_store(
+        s = LayerStore(
             Recipe.parse(f"mixed:sinks=4,recent=32,rest=1{options}+{recipe}").plan(0, 1), keys, values, None, rope
         )
         with backends.forced("auto"):
             s.append(keys, values, None, ranking)
-        assert min(side.tokens for side in (s.keys.packed, s.keys.tiers[1].packed)) >= 32
+        assert min(side.tokens for side in (s.keys.packed, s.tiers[1].keys.packed)) >= 32
         stores.append(s)
     off, s = stores
     query = 3 * torch.randn(2, 4, 2, 64, generator=torch.Generator().manual_seed(0))

@@ -11,7 +11,6 @@ from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.candidates import best
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import PackedSegment
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.policies.pyramidkv import PyramidKV
 from tersekv.policies.snapkv import SnapKV
@@ -22,7 +21,7 @@ EXACT = "exact:dtype=fp32"
 
 
 def made(recipe: str, keys: Tensor, values: Tensor, layer: int = 0, layers: int = 1) -> LayerStore:
-    store = new_store(Recipe.parse(recipe).plan(layer, layers), keys, values)
+    store = LayerStore(Recipe.parse(recipe).plan(layer, layers), keys, values)
     assert store.by_head
     return store
 
@@ -53,8 +52,8 @@ def filled(recipe: str, cuts: list[int], B: int = 1, D: int = 32, padding: Tenso
 
 def kept(store: LayerStore, row: int = 0, head: int = 0) -> list[int]:
     """Return the kept positions, sorted."""
-    positions = torch.cat([pool.positions[row, head] for pool in store.chosen[0].pools])
-    tail = range(store.num_tokens - store.keys.tail.tokens, store.num_tokens)
+    positions = torch.cat([held.slots.positions[row, head] for held in store.chosen[0].slots])
+    tail = range(store.num_tokens - store.recent.tokens, store.num_tokens)
     return sorted([*positions[positions >= 0].tolist(), *tail])
 
 
@@ -70,7 +69,7 @@ def masks_of(store: LayerStore, q: int) -> Tensor:
 def held_by_position(store: LayerStore) -> tuple[Tensor, Tensor]:
     """Return keys and values [B, H, num_tokens, D] as the store decodes them, NaN for evicted
     tokens."""
-    places = torch.arange(store.num_tokens).expand(*store.chosen[0].pool.positions.shape[:2], -1)
+    places = torch.arange(store.num_tokens).expand(*store.shape[:2], -1)
     out = [torch.full((*places.shape, side.head_dim), torch.nan) for side in store.sides]
     for segment in store.held():
         at = segment.where if isinstance(segment, PackedSegment) else segment.positions

@@ -17,7 +17,6 @@ from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.clusters import Clusters, Head, merged
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.sampled_tokens import Reservoir, counts
-from tersekv.cache.stores import new_store
 from tersekv.kernels.softmax import attend_weighted
 from tersekv.policies.subgen import SubGen, farthest_first
 from tersekv.recipe import Recipe
@@ -139,10 +138,10 @@ def test_the_cluster_budget_is_not_exceeded():
 def sketch(keys: Tensor, values: Tensor, s: int, t: int, delta: float) -> LayerStore:
     """Return Algorithm 1 alone: no sinks, no window, exact tokens. Each head is one trial."""
     policy = f"subgen:variant=stream,sinks=0,recent=0,exact=fp32,delta={delta},slots={t},budget={2 * s}"
-    store = new_store(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
+    store = LayerStore(Recipe.parse(f"{policy}+exact:dtype=fp32").plan(0, 1), keys, values)
     assert store.estimates
     store.append(keys, values)
-    assert store.keys.tail.tokens == 0
+    assert store.recent.tokens == 0
     return store
 
 
@@ -212,18 +211,15 @@ def test_theorem_1(epsilon):
 def test_slots_refer_to_held_tokens():
     keys, values, _ = stream(500, 8, 3, 0.5)
     recipe = "subgen:variant=stream,recent=10,budget=200+kivi:bits=4,group=8"
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values)
     for start, stop in [(0, 200), *((i, i + 1) for i in range(200, 400)), (400, 500)]:
         store.append(keys[:, :, start:stop], values[:, :, start:stop])
-        for pool, slots in (
-            (store.chosen[0].pool, store.chosen[0].reservoir.slots),
-            (store.chosen[0].centers, store.chosen[0].clusters.slots.flatten(2)),
-        ):
+        for i, slots in enumerate((store.chosen[0].reservoir.slots, store.chosen[0].clusters.slots.flatten(2))):
             for head in range(3):
-                held = pool.positions[0, head]
+                held = store.chosen[0].positions(i)[0, head]
                 assert set(held[held >= 0].tolist()) == set(slots[0, head].tolist()) - {-1}
-    assert store.chosen[0].first.positions[0, 0].tolist() == [0, 1, 2, 3]
-    assert store.chosen[0].clusters.members.sum(-1).tolist() == [[500 - 4 - store.keys.tail.tokens] * 3]
+    assert store.chosen[0].positions(2)[0, 0].tolist() == [0, 1, 2, 3]
+    assert store.chosen[0].clusters.members.sum(-1).tolist() == [[500 - 4 - store.recent.tokens] * 3]
 
 
 @pytest.mark.parametrize("size", [1e4, -1e4])
@@ -236,7 +232,7 @@ def test_nothing_overflows(size, recent):
     values[:, :, ::3] = 0
     recipe = f"subgen:variant=stream,recent={recent},sinks=0,exact=fp32,budget=80+exact:dtype=fp32"
     for n in (1, 2, 40, 300):
-        store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
+        store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values)
         store.append(keys[:, :, :n], values[:, :, :n])
         query = torch.nn.functional.normalize(keys[:, :, :1], dim=-1).repeat_interleave(2, 1)
         out = attend_store(store, AttentionCall(query * size, None, 1.0))
@@ -246,7 +242,7 @@ def test_nothing_overflows(size, recent):
 
 def test_all_values_zero():
     keys = torch.randn(1, 2, 100, 8, generator=random(7))
-    store = new_store(Recipe.parse("subgen:variant=stream,recent=8+exact").plan(0, 1), keys, keys * 0)
+    store = LayerStore(Recipe.parse("subgen:variant=stream,recent=8+exact").plan(0, 1), keys, keys * 0)
     store.append(keys, keys * 0)
     assert attend_store(store, AttentionCall(keys[:, :, :1], None, 1.0)).abs().max() == 0
 
@@ -259,7 +255,7 @@ def test_the_error_falls_with_the_budget():
     errors = []
     for budget in (60, 240, 960):
         recipe = f"subgen:variant=stream,recent=8,sinks=0,budget={budget}+exact"
-        store = new_store(Recipe.parse(recipe).plan(0, 1), keys, values)
+        store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values)
         store.append(keys, values)
         errors.append(
             float((attend_store(store, AttentionCall(query[None, :, None], None, 4.0)) - truth).norm(dim=-1).mean())

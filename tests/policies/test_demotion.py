@@ -11,7 +11,6 @@ import tersekv
 from conftest import prompt
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
@@ -35,7 +34,7 @@ CALLS = [300, *range(301, 380), 480]
 
 def lower_positions(store: LayerStore, row: int = 0, head: int = 0) -> set[int]:
     """Return the positions of tokens at the lower rate."""
-    return set(store.chosen[0].pools[1].positions[row, head].tolist()) - {-1}
+    return set(store.chosen[0].positions(1)[row, head].tolist()) - {-1}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -43,8 +42,8 @@ def lower_positions(store: LayerStore, row: int = 0, head: int = 0) -> set[int]:
 @pytest.mark.parametrize(("q", "backend"), [(1, "auto"), (1, "reference"), (300, "auto")])
 def test_attention_is_over_kept_tokens_of_both_rates(policy, codec, q, backend):
     store, *_ = filled(f"{policy}+{codec}", CALLS, B=2)
-    assert len(store.chosen[0].pools) == 2
-    assert all(pool.packed_tokens for pool in store.chosen[0].pools)
+    assert len(store.tiers) == 2
+    assert all(tier.tokens for tier in store.tiers)
     keys, values = held_by_position(store)
     query = torch.randn(2, 4, q, 32, generator=torch.Generator().manual_seed(2))
     own = torch.randn(2, 2, 2, q, 32, generator=torch.Generator().manual_seed(3))
@@ -67,7 +66,7 @@ def test_kept_tokens_are_those_of_the_policy_alone(policy):
     one, *_ = filled(f"{policy.split(',rest')[0]}+uniform:bits=8", [300])
     for head in range(2):
         assert kept(two, 0, head) == kept(one, 0, head)
-    shares = [int((pool.positions >= 0).sum(-1).max()) for pool in two.chosen[0].pools]
+    shares = [int((two.chosen[0].positions(i) >= 0).sum(-1).max()) for i in range(2)]
     share = 0.7 if "0.7" in policy else 0.5
     assert shares[1] == min(int(200 * share), sum(shares) - 4)
 
@@ -94,7 +93,7 @@ def test_demoted_tokens_do_not_return():
     for start, stop in [(0, 300), *((i, i + 1) for i in range(300, 420)), (420, 500)]:
         feed(store, *(x[:, :, start:stop] for x in (keys, values, query)))
         now = lower_positions(store)
-        high = set(store.chosen[0].pool.positions[0, 0].tolist())
+        high = set(store.chosen[0].positions(0)[0, 0].tolist())
         assert not high & seen
         assert len(kept(store)) <= 200
         seen |= now
@@ -122,7 +121,7 @@ def test_copies_pickles_and_rows(tmp_path):
     torch.testing.assert_close(attend_store(store, call), want[rows])
     store.crop(store.num_tokens)
     feed(store, *(x[rows] for x in (keys, values, query)))
-    assert all(pool.packed_tokens for pool in store.chosen[0].pools)
+    assert all(tier.tokens for tier in store.tiers)
 
 
 @pytest.mark.parametrize("policy", POLICIES[:3])
@@ -176,8 +175,8 @@ def test_a_refused_append_changes_nothing():
 def test_exact_layers_have_one_rate():
     recipe = Recipe.parse("h2o:budget=64,rest=2+kivi:bits=4;0=exact")
     keys, values = tokens(100)
-    assert new_store(recipe.plan(0, 2), keys, values).chosen[0].pools[1:] == []
-    assert new_store(recipe.plan(1, 2), keys, values).chosen[0].pools[1:]
+    assert LayerStore(recipe.plan(0, 2), keys, values).tiers[1:] == []
+    assert LayerStore(recipe.plan(1, 2), keys, values).tiers[1:]
 
 
 @pytest.mark.parametrize("policy", ["h2o", "streaming", "snapkv", "pyramidkv"])
@@ -190,7 +189,7 @@ def test_a_model_generates(llama, policy):
             torch.cat([out, prompt(50)], dim=1), past_key_values=cache, max_new_tokens=5, do_sample=False
         )
     assert more.shape[1] == 495
-    assert all(pool.packed_tokens for pool in cache.layers[0].store.chosen[0].pools)
+    assert all(tier.tokens for tier in cache.layers[0].store.tiers)
 
 
 @pytest.mark.parametrize(

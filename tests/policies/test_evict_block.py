@@ -23,10 +23,9 @@ ROOMY = "h2o:budget=2000,recent=16"
 def votes_by_position(store) -> torch.Tensor:
     """Return the votes of each token, float32 [B, H, num_tokens]."""
     votes = torch.zeros(store.batch_size, store.kv_heads, store.num_tokens)
-    for pool in store.chosen[0].pools:
-        alive = pool.positions.clamp(min=0).long()
-        votes.scatter_add_(2, alive, pool.fields["votes"] * (pool.positions >= 0))
-    tail = store.num_tokens - store.keys.tail.tokens
+    for slots in (held.slots for held in store.chosen[0].slots):
+        votes.scatter_add_(2, slots.positions.clamp(min=0).long(), slots.fields["votes"] * slots.alive)
+    tail = store.num_tokens - store.recent.tokens
     votes[:, :, tail : tail + store.chosen[0].tail_votes.shape[2]] = store.chosen[0].tail_votes
     return votes
 
@@ -102,8 +101,8 @@ def test_rollback_copies_and_a_refused_append():
 def test_bytes_count_the_kept_queries():
     store, *_ = filled("h2o:budget=100,recent=16,evict=block+kivi:bits=4", [200, *range(201, 211)])
     figures = [
-        store.chosen[0].pool.positions,
-        *store.chosen[0].pool.fields.values(),
+        store.chosen[0].positions(0),
+        *(x for held in store.chosen[0].slots for x in held.slots.fields.values()),
         store.chosen[0].tail_votes,
         store.chosen[0].queries,
     ]

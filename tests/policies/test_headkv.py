@@ -15,8 +15,8 @@ import tersekv
 from conftest import MODELS, prompt
 from tersekv import cli
 from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import HeadShard
-from tersekv.cache.stores import new_store
 from tersekv.calibration.calibration import SCORES, Calibration, Made
 from tersekv.calibration.find import calibration_for, default_folder, profile_place
 from tersekv.calibration.head_scores import AnsweredPrompt, measure
@@ -45,7 +45,7 @@ def filled(recipe: str, cuts: list[int], scores: torch.Tensor, layer: int = 1, h
     if heads is not None:
         own = slice(heads.first, heads.first + heads.count)
         keys, values, query = keys[:, own], values[:, own], query.unflatten(1, (2, 2))[:, own].flatten(1, 2)
-    store, start = new_store(plan, keys, values, heads=heads), 0
+    store, start = LayerStore(plan, keys, values, heads=heads), 0
     for stop in cuts:
         feed(store, *(x[:, :, start:stop] for x in (keys, values, query)))
         start = stop
@@ -173,7 +173,7 @@ def test_a_share_of_the_heads_keeps_what_the_whole_layer_keeps():
 
 def test_a_store_without_importance():
     keys, values = tokens(100)
-    store = new_store(Recipe.parse("headkv+kivi").plan(0, 1), keys, values)
+    store = LayerStore(Recipe.parse("headkv+kivi").plan(0, 1), keys, values)
     with pytest.raises(UserError, match="needs the importance of the model's heads: measure it with `tersekv cal"):
         feed(store, keys, values, torch.randn(1, 4, 100, 64))
 
@@ -205,9 +205,9 @@ def test_footprint_counts_the_tensors_held():
     planes = [x for side in store.sides for page in side.packed.pages for x in page.planes.values()]
     held = [
         *planes,
-        store.chosen[0].pool.positions,
-        *(side.tail._data for side in store.sides),
-        *store.chosen[0].pool.loose,
+        store.chosen[0].positions(0),
+        *store.recent.buffers,
+        *store.chosen[0].loose[0].data,
     ]
     assert store.footprint().total_bytes == sum(x.numel() * x.element_size() for x in held)
 

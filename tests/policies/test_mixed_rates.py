@@ -14,7 +14,6 @@ from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store, grouped
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.stores import new_store
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks
@@ -48,7 +47,7 @@ def mask_of(first: int, n: int, padding: list[int] | None) -> Tensor | None:
 
 
 def store_of(keys: Tensor, recipe: str) -> LayerStore:
-    store = new_store(Recipe.parse(recipe).plan(0, 1), keys, keys, None, standard_rope(D))
+    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, keys, None, standard_rope(D))
     assert store.ranked
     return store
 
@@ -101,7 +100,7 @@ def test_attention_reads_rates_far_apart(bits: float, rest: float, share: float)
     """Rates that `allot=model` gives to layers."""
     recipe = f"mixed:budget={share},rest={rest},bias_correction=full+trellis:bits={bits},calibration=prompt"
     store = fed(recipe, made(1, 1000), [0, 700, *range(701, 1000)])
-    assert (store.keys.packed.tokens < store.keys.tiers[1].packed.tokens) == (share < 0.5)
+    assert (store.keys.packed.tokens < store.tiers[1].keys.packed.tokens) == (share < 0.5)
     call = AttentionCall(normal(1, H * G, 1, D, seed=9), None, 0.3)
     with backends.forced("reference"):
         wanted = attend_store(store, call)
@@ -302,8 +301,8 @@ def test_the_bias_of_each_rate_is_corrected(codec: str, padding: list[int] | Non
     """Kernels, the reference, and decoding block by block: each rate's term is added to its scores."""
     tokens = made(2, 600)
     store = fed(f"{OPTIONS},bias_correction=full+{codec}", tokens, [0, 600], padding)
-    side, scaling = store.keys, 0.3
-    high, rest = side.tiers[0].correction, side.tiers[1].correction
+    scaling = 0.3
+    high, rest = (tier.keys.correction for tier in store.tiers)
     assert high.shape == rest.shape == (2, H, D)
     assert float(rest.abs().mean()) > 3 * float(high.abs().mean())
     query = 2 * normal(2, H * G, 70, D, seed=9)
@@ -342,37 +341,37 @@ def test_lost_variance_is_that_of_the_tokens_of_a_rate():
     high[:, :, 4 : 4 + store.packed_tokens] = store.ranked[0].is_high()
     low = torch.zeros_like(high)
     low[:, :, 4 : 4 + store.packed_tokens] = ~store.ranked[0].is_high()
-    for chosen, lost in ((high, store.keys.tiers[0].lost), (low, store.keys.tiers[1].lost)):
+    for chosen, lost in ((high, store.tiers[0].keys.lost), (low, store.tiers[1].keys.lost)):
         for b in range(2):
             for h in range(H):
                 variances = [of[b, h, chosen[b, h]].double().var(0, unbiased=False) for of in (x, got)]
                 torch.testing.assert_close(lost[b, h].double(), variances[0] - variances[1], rtol=1e-3, atol=1e-5)
-    assert torch.equal(store.keys.tiers[1].correction, store.keys.tiers[1].lost / 4)
-    assert store.values.tiers[1].lost is None
+    assert torch.equal(store.tiers[1].keys.correction, store.tiers[1].keys.lost / 4)
+    assert store.tiers[1].sides[1].lost is None
 
 
 def test_lost_variances_are_kept_with_the_tokens():
     tokens, recipe = made(3, 600), f"{OPTIONS},bias_correction=half+kivi:bits=4"
     store = fed(recipe, tokens, [0, 600])
-    lost = store.keys.tiers[1].lost
+    lost = store.tiers[1].keys.lost
     other = store_of(tokens[0], recipe)
     other.restore(store.state())
-    assert torch.equal(other.keys.tiers[1].lost, lost)
+    assert torch.equal(other.tiers[1].keys.lost, lost)
     call = AttentionCall(normal(3, H * G, 1, D, seed=9), None, 0.3)
     for same in (other, copy.deepcopy(store)):
         assert torch.equal(attend_store(same, call), attend_store(store, call))
     rows = torch.tensor([2, 0])
     out = attend_store(store, call)[rows]
     store.select(rows)
-    assert torch.equal(store.keys.tiers[1].lost, lost[rows])
+    assert torch.equal(store.tiers[1].keys.lost, lost[rows])
     torch.testing.assert_close(attend_store(store, AttentionCall(call.query[rows], None, 0.3)), out)
     store.crop(600)
-    assert store.keys.tiers[1].lost is store.keys.tiers[0].lost is None
+    assert store.tiers[1].keys.lost is store.tiers[0].keys.lost is None
     state = other.state()
-    state["sides"][0]["tiers"][1]["lost"] = torch.full((3, H, D), torch.nan)
-    with pytest.raises(UserError, match=r"tiers\.1\.lost"):
+    state["tiers"][1]["sides"][0]["lost"] = torch.full((3, H, D), torch.nan)
+    with pytest.raises(UserError, match=r"tiers\.1\.sides\.0\.lost"):
         store_of(tokens[0], recipe).restore(state)
-    assert "lost" not in fed(f"{OPTIONS}+kivi:bits=4", tokens, [0, 600]).state()["sides"][0]["tiers"][1]
+    assert "lost" not in fed(f"{OPTIONS}+kivi:bits=4", tokens, [0, 600]).state()["tiers"][1]["sides"][0]
 
 
 @pytest.mark.parametrize(
@@ -395,5 +394,5 @@ def test_what_has_no_second_rate_is_refused(recipe: str, message: str):
 def test_exact_layers_are_allowed():
     recipe = Recipe.parse("mixed+trellis:bits=4;0=exact")
     keys = normal(1, H, 4, D)
-    assert not new_store(recipe.plan(0, 2), keys, keys).ranked
-    assert new_store(recipe.plan(1, 2), keys, keys, None, standard_rope(D)).ranked
+    assert not LayerStore(recipe.plan(0, 2), keys, keys).ranked
+    assert LayerStore(recipe.plan(1, 2), keys, keys, None, standard_rope(D)).ranked

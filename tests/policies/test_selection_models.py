@@ -200,8 +200,8 @@ def test_other_types_modes_and_devices(policy):
         model(inputs_embeds=embeds, past_key_values=cache).logits.float().sum().backward()
         assert torch.isfinite(embeds.grad).all()
         for layer in cache.layers:
-            assert layer.store.keys.dtype == torch.bfloat16
-            assert not any(x.requires_grad for pool in layer.store.chosen[0].pools for x in pool.fields.values())
+            assert layer.store.recent.keys.dtype == torch.bfloat16
+            assert not any(x.requires_grad for held in layer.store.chosen[0].slots for x in held.slots.fields.values())
             layer.offload()
             layer.prefetch()
         with torch.no_grad():

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from tersekv.cache import packing
+from tersekv.cache.layer import LayerStore
 from tersekv.recipe import Recipe
 from tersekv.threads import FEW_ELEMENTS, one_thread, threads
 
@@ -47,16 +50,16 @@ def test_another_thread_of_the_program_has_its_own_kernel_threads() -> None:
 
 @pytest.mark.usefixtures("two")
 def test_packing_runs_in_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tersekv.cache.side import SideStore
-    from tersekv.cache.stores import new_store
-
     seen: list[tuple[int, int]] = []
-    prepare = SideStore.prepare
-    monkeypatch.setattr(
-        SideStore, "prepare", lambda *call: (seen.append((torch.get_num_threads(), threads())), prepare(*call))[1]
-    )
+    encoded = packing.encoded_side
+
+    def watched(*call: Any) -> Any:
+        seen.append((torch.get_num_threads(), threads()))
+        return encoded(*call)
+
+    monkeypatch.setattr(packing, "encoded_side", watched)
     keys = torch.randn(1, 2, 400, 64)
-    store = new_store(Recipe.parse("kivi:bits=4").plan(0, 1), keys[:, :, :0], keys[:, :, :0])
+    store = LayerStore(Recipe.parse("kivi:bits=4").plan(0, 1), keys[:, :, :0], keys[:, :, :0])
     store.append(keys, keys)
     assert seen == [(1, 2)] * 2
     assert store.packed_tokens

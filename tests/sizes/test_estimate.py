@@ -12,8 +12,8 @@ import transformers as tf
 import tersekv
 from conftest import MODELS, SHAPE, prompt
 from covering import covering
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN, Observed
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
@@ -166,14 +166,14 @@ def held_by_a_layer(recipe, cuts):
     """Return footprint and RoPE of a layer of one head that was fed calls of these sizes."""
     rope, g = standard_rope(64), torch.Generator().manual_seed(0)
     plan = Recipe.parse(recipe).plan(0, 1).in_layer(cuts[0], None, 64, 64)
-    store = new_store(plan, *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
+    store = LayerStore(plan, *[torch.empty(1, 1, 0, 64)] * 2, rope=rope)
     for n in cuts:
         keys, values = (torch.randn(1, 1, n, 64, generator=g) for _ in range(2))
         observed = UNSEEN
         if store.ranks(n):
-            observed = Observed(importance=torch.rand(1, 1, store.keys.tail.tokens + n, generator=g))
+            observed = Observed(importance=torch.rand(1, 1, store.recent.tokens + n, generator=g))
         if store.observed(n):
-            held = store.keys.tail.tokens + store.chosen[0].pool.positions.shape[2] + n
+            held = store.recent.tokens + sum(len(held.slots) for held in store.chosen[0].slots) + n
             observed = Observed(torch.rand(1, 1, held, generator=g))
         store.append(keys, values, None, observed)
     footprint = store.footprint()

@@ -5,8 +5,8 @@ import torch
 
 import tersekv
 from conftest import prompt
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN, Observed
-from tersekv.cache.stores import new_store
 from tersekv.errors import UserError
 from tersekv.policies.base import MOST_TOKENS
 from tersekv.recipe import Recipe
@@ -41,12 +41,12 @@ def test_bytes_never_exceed_the_memory(recipe, limit):
     """After a prompt, single tokens and a second prompt, with weights that leave gaps in blocks."""
     torch.manual_seed(0)
     plan = settled(Recipe.parse(recipe), SHAPE).plan(0, 1)
-    store = new_store(plan, *torch.empty(2, 1, 2, 0, 64), None, ROPE)
+    store = LayerStore(plan, *torch.empty(2, 1, 2, 0, 64), None, ROPE)
     sizes = []
     for n in (1500, *[1] * 70, 40, *[1] * 150):
         votes = UNSEEN
         if store.observed(n):
-            held = sum(pool.positions.shape[2] for pool in store.chosen[0].pools) + store.keys.tail.tokens
+            held = sum(len(held.slots) for held in store.chosen[0].slots) + store.recent.tokens
             votes = Observed(torch.rand(1, 2, held + n) ** 8)
         store.append(*torch.randn(2, 1, 2, n, 64), None, votes)
         tables = {id(table): table.nbytes for table in store.tables()}
@@ -65,7 +65,7 @@ def test_a_model_keeps_more_tokens_with_more_memory(llama):
             llama.generate(prompt(600), past_key_values=cache, max_new_tokens=40, do_sample=False)
         assert str(cache.recipe) == recipe
         assert cache.footprint().total_bytes <= parse_bytes(memory, "memory")
-        kept.append(int(cache.layers[0].store.chosen[0].pool.alive.sum()))
+        kept.append(int((cache.layers[0].store.chosen[0].positions(0) >= 0).sum()))
     assert kept[0] < kept[1]
 
 

@@ -244,7 +244,7 @@ def test_a_cache_has_the_rates_of_each_layer(llama, tmp_path, codec):
             store = layer.store
             assert store.ranked
             bits, rest, share = layer.plan.rates.tolist()
-            assert (store.keys.codec.bits, store.keys.tiers[1].codec.bits) == (bits, rest)
+            assert (store.keys.codec.bits, store.tiers[1].keys.codec.bits) == (bits, rest)
             assert abs(store.keys.packed.tokens - share * store.packed_tokens) <= 32
         goes_on_alike(llama, held, tmp_path / "cache.safetensors", [*singles(3), prompt(300, seed=2)])
 

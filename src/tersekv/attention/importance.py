@@ -43,8 +43,8 @@ def importance(store: Store, keys: Tensor, call: AttentionCall, again: int = 0) 
         its queries are observed, where they are: the one before a token's second reading often is the
         only one that attends to the token. The result is without these keys, which compete.
     """
-    q, sinks = call.query.shape[2], store.keys.sinks
-    key = torch.cat([sinks, store.keys.tail.data, keys.to(sinks.dtype)], dim=2)
+    q, sinks = call.query.shape[2], store.sinks.keys
+    key = torch.cat([sinks, store.recent.keys, keys.to(sinks.dtype)], dim=2)
     key = key if key.dtype == torch.bfloat16 else key.float()
     tokens, past = key.shape[2] - sinks.shape[2], store.num_tokens
     first = q - again if again else 0

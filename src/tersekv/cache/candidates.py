@@ -1,4 +1,4 @@
-"""Tokens that compete for a place in the pools of a layer, and their weights."""
+"""Tokens that compete for a place in a layer whose policy evicts some, and their weights."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.cache.pool import WEIGHT
+from tersekv.cache.tier import WEIGHT
 from tersekv.policies.base import Candidates, Selection
 
 VOTES = "votes"
 
 
 class Leaving(NamedTuple):
-    """Tokens that leave the tail.
+    """Tokens that leave the window.
 
     tokens: of keys and of values, [B, H, m, D].
     positions: int32 [B, H, m].
-    votes: float32 [B, H, T + m], of the T slots of the pools and of these tokens.
+    votes: float32 [B, H, T + m], of the T slots of chosen tokens and of these tokens.
     """
 
     tokens: list[Tensor]
@@ -44,8 +44,8 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class Slots:
-    """Parts of masks and numbers [B, H, n] that belong to the slots of one pool, or to leaving tokens.
+class Share:
+    """Parts of masks and numbers [B, H, n] that belong to the slots of one tier, to loose tokens, or to leaving ones.
 
     alive: stays in the cache. stays: at the codec's rate. demoted: at the lower rate from now on.
     """
@@ -57,7 +57,7 @@ class Slots:
     votes: Tensor
 
     def fields(self) -> dict[str, Tensor]:
-        """Return the numbers that a pool keeps for each slot."""
+        """Return the numbers that are kept for each slot."""
         return {VOTES: self.votes, WEIGHT: self.weights}
 
 

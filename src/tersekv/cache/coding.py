@@ -3,9 +3,9 @@
     cached keys   ->  RoPE removed (`pre_rope`), or their rotated mean removed (`centred`)  ->  fit, encode
     packed keys   ->  the codec's view  ->  RoPE applied, or the rotated mean added
 
-Values, and keys of all other codecs, are only converted to float32. Stores, token pools, simulated
-passes, engine pages and benchmarks all use these functions. The same tokens therefore give the same
-bytes everywhere.
+Values, and keys of all other codecs, are only converted to float32. Stores, simulated passes, engine
+pages and benchmarks all use these functions. The same tokens therefore give the same bytes
+everywhere.
 
 Shapes: tokens [B, H, n, D]. `angles` are those of the keys' RoPE, or None if the codec needs none.
 """
@@ -13,7 +13,7 @@ Shapes: tokens [B, H, n, D]. `angles` are those of the keys' RoPE, or None if th
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -25,6 +25,7 @@ from tersekv.codecs import Codec
 from tersekv.layouts.base import PackedTensors, View
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
+from tersekv.tensors import gathered
 from tersekv.transforms.marked_angles import MarkedAngles
 from tersekv.transforms.moments import Moments, TokenLoss
 from tersekv.transforms.rope import Angles
@@ -170,6 +171,18 @@ def chunks(start: int, stop: int, block_tokens: int, like: Tensor) -> Iterator[t
     step = max(1, ENCODE_ELEMENTS // (B * H * D * block_tokens)) * block_tokens
     step = max(1, stop - start) if like.is_meta else step
     return ((first, min(stop, first + step)) for first in range(start, stop, step))
+
+
+def by_head(
+    x: Tensor, which: Tensor, unit: int, angles: Callable[[Tensor], Angles | None] | None, counts: Tensor | None
+) -> Iterator[tuple[Tokens, Tensor | None]]:
+    """Yield the tokens `which` [B, H, n] of x [B, H, T, D] in parts, and which of them count.
+
+    angles: function that returns the RoPE angles of some of `which`, or None. counts: bool [B, 1 or H, n].
+    """
+    for start, stop in chunks(0, which.shape[2], unit, x):
+        index = which[:, :, start:stop]
+        yield Tokens(gathered(x, index), angles and angles(index)), None if counts is None else counts[:, :, start:stop]
 
 
 def view(codec: Codec, planes: PackedTensors, head_dim: int, angles: Angles | MarkedAngles | None) -> View:

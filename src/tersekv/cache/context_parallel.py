@@ -49,9 +49,6 @@ class OwnBlocks:
         """Add the bytes held to `footprint`."""
         footprint.parts["selection"] += self.places.nbytes
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows, which all have the same positions."""
-
     def to(self, device: torch.device | str) -> None:
         """Move everything to a device."""
         self.places = self.places.to(device)

@@ -11,15 +11,16 @@ key and value, and the largest of all KV heads. So all heads of a layer keep the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from tersekv.cache.exact_tokens import ExactTokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import HeadShard
-from tersekv.cache.schema import Check, require, tensor
+from tersekv.cache.schema import require, tensor
 from tersekv.cache.segments import ExactSegment
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.kernels.attend import Masks, PackedPages, Where
@@ -33,7 +34,7 @@ SMALLEST = 1e-30
 def found_tokens(found: FoundTokens, place: str) -> None:
     """Check that there are as many keys as values, and no token twice."""
     held = found.places
-    counts = {held.shape[1], found.unusual.shape[1], found.keys.shape[2], found.values.shape[2]}
+    counts = {held.shape[1], found.unusual.shape[1], found.exact.tokens}
     require(
         len(counts) == 1 and held.shape[1] <= found.most,
         f"{place}.places",
@@ -50,14 +51,6 @@ def found_are_packed(store: Any, place: str) -> None:
         inside = (found.places >= store.packed_first) & (found.places < store.packed_first + store.placement.packed)
         fits = bool((inside | (found.places == -1)).all())
         require(fits, f"{place}.found.0.places", "names tokens that are not packed")
-
-
-def _exact(name: str) -> Callable[[Any], Check]:
-    def check(found: FoundTokens) -> Check:
-        x = getattr(found, name)
-        return tensor(x.dtype, *x.shape[:2], None, x.shape[3])
-
-    return check
 
 
 def _of_heads(shown: Tensor, held: Tensor) -> Tensor:
@@ -80,7 +73,7 @@ class FoundTokens(Stateful):
     most: number of tokens that are kept exact.
     places: int32 [B, n], their positions, n = min(`most`, packed tokens); −1 for none.
     unusual: float32 [B, n], how unusual they are; −1 for none.
-    keys, values: [B, H, n, D], exact.
+    exact: their keys and values.
     usual: float32 [B, 4, H], median and mean deviation of the log norms of keys and of values, without
         padding and sinks.
     """
@@ -88,18 +81,17 @@ class FoundTokens(Stateful):
     STATE: ClassVar[Spec] = {
         "places": lambda found: tensor(torch.int32, len(found.usual), None, low=-1),
         "unusual": lambda found: tensor(torch.float32, len(found.usual), None, low=-1),
-        "keys": _exact("keys"),
-        "values": _exact("values"),
         "usual": lambda found: tensor(torch.float32, *found.usual.shape),
     }
     RULES: ClassVar[Rules] = (found_tokens,)
+    PARTS: ClassVar[tuple[str, ...]] = ("exact",)
     MADE: ClassVar[tuple[str, ...]] = ("_located",)
 
-    def __init__(self, most: int, keys: Tensor, values: Tensor, heads: HeadShard | None) -> None:
-        self.most, self.heads = most, heads
+    def __init__(self, most: int, like: Sequence[Tensor], heads: HeadShard | None) -> None:
+        keys, self.most, self.heads = like[0], most, heads
         self.usual = keys.new_zeros((keys.shape[0], 4, keys.shape[1]), dtype=torch.float32)
         self._located: tuple[PackedPages, PackedPages] | None = None  # pages, and the same with masks for a step
-        self.keys, self.values = keys[:, :, :0], values[:, :, :0]
+        self.exact = ExactTokens(like, part="exact sinks")
         self.places = torch.empty((len(keys), 0), dtype=torch.int32, device=keys.device)
         self.unusual = torch.empty((len(keys), 0), dtype=torch.float32, device=keys.device)
 
@@ -109,12 +101,12 @@ class FoundTokens(Stateful):
         end: int64 [B], tokens at smaller positions do not count, or None.
         """
         n, self._located = packed[0].shape[2], None
-        if self.keys.is_meta:  # shapes only
+        if self.places.is_meta:  # shapes only
             kept = min(self.most, self.places.shape[1] + n)
             self.places, self.unusual = (x.new_empty((len(x), kept)) for x in (self.places, self.unusual))
-            self.keys, self.values = (x.new_empty((*x.shape[:2], kept, x.shape[3])) for x in (self.keys, self.values))
+            self.exact.hold([x.new_empty((*x.shape[:2], kept, x.shape[3])) for x in self.exact.buffers])
             return
-        positions = torch.arange(place, place + n, dtype=torch.int32, device=self.keys.device)
+        positions = torch.arange(place, place + n, dtype=torch.int32, device=self.places.device)
         positions = positions.expand(len(self.usual), -1)
         hidden = None if end is None else positions < end[:, None]
         norms = torch.stack([(x.float().norm(dim=-1) + SMALLEST).log() for x in packed], dim=1)  # [B, 2, H, n]
@@ -135,18 +127,15 @@ class FoundTokens(Stateful):
         self.unusual = everything.gather(1, chosen)
         self.places = torch.cat([self.places, positions], dim=1).gather(1, chosen)
         self.places = self.places.masked_fill(self.unusual < 0, -1)
-        by_token = chosen.unsqueeze(1).expand(-1, self.keys.shape[1], -1)
-        self.keys, self.values = (
-            gathered(torch.cat([held, x.to(held.dtype)], dim=2), by_token)
-            for held, x in zip((self.keys, self.values), packed, strict=True)
-        )
+        by_token = chosen.unsqueeze(1).expand(-1, packed[0].shape[1], -1)
+        both = zip(self.exact.buffers, packed, strict=True)
+        self.exact.hold([gathered(torch.cat([held, x.to(held.dtype)], dim=2), by_token) for held, x in both])
 
     # ------------------------------------------------------------------ reading
 
     def segment(self) -> list[ExactSegment]:
         """Return the found tokens, if there are any."""
-        of_heads = self.places.unsqueeze(1).expand(-1, self.keys.shape[1], -1)
-        return [ExactSegment(self.keys, self.values, of_heads)] if self.places.shape[1] else []
+        return self.exact.segment(self.places.unsqueeze(1).expand(-1, self.exact.buffers[0].shape[1], -1))
 
     def without_copies(self, pages: PackedPages, masks: Masks, queries: int) -> PackedPages:
         """Return the pages with masks that hide the packed copies of found tokens."""
@@ -185,7 +174,7 @@ class FoundTokens(Stateful):
 
     def put(self, both: Sequence[Tensor], first: int) -> None:
         """Write found tokens into keys and values [B, H, n, D], whose first token has position `first`."""
-        for x, held in zip(both, (self.keys, self.values), strict=True):
+        for x, held in zip(both, self.exact.buffers, strict=True):
             for row, places in enumerate(self.places.tolist()):
                 for i, place in enumerate(places):
                     if first <= place < first + x.shape[2]:
@@ -198,24 +187,10 @@ class FoundTokens(Stateful):
         gone, self._located = self.places >= first, None
         self.places, self.unusual = self.places.masked_fill(gone, -1), self.unusual.masked_fill(gone, -1.0)
         if everything:
-            self.keys, self.values = self.keys[:, :, :0], self.values[:, :, :0]
+            self.exact.shrink()
             self.places, self.unusual = self.places[:, :0], self.unusual[:, :0]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows (int64, repeats allowed)."""
-        self._map(lambda x: x.index_select(0, rows.to(x.device)))
-
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device."""
-        self._map(lambda x: x.to(device))
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        self._located = None
-        for name in self.STATE:
-            setattr(self, name, fn(getattr(self, name)))
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`."""
-        parts = footprint.parts
-        parts["exact sinks"] += self.keys.nbytes + self.values.nbytes
-        parts["selection"] += self.places.nbytes + self.unusual.nbytes + self.usual.nbytes
+        super().count(footprint)
+        footprint.parts["selection"] += self.places.nbytes + self.unusual.nbytes + self.usual.nbytes

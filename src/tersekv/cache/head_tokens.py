@@ -1,32 +1,34 @@
-"""Base class of tokens that differ by head, because a policy evicts some: pools of tokens, and what chooses them.
+"""Base class of tokens that differ by head, because a policy evicts some.
 
-The recent window (tail) holds the same tokens for all heads. Those that leave it enter a pool, or are
-evicted. Tokens in pools keep their original positions and RoPE.
+The recent window holds the same tokens for all heads. Those that leave it are evicted, or chosen. Chosen
+tokens stay exact ("loose") until they fill a block, which is then packed in a tier of the layer. They keep
+their original positions and RoPE.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from tersekv.cache import coding
+from tersekv.cache.coding import Tokens
+from tersekv.cache.exact_tokens import ExactTokens, first_tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.placement import Placement
-from tersekv.cache.pool import TokenPool
 from tersekv.cache.schema import per_row, positions, require, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
-from tersekv.cache.side import SideStore
+from tersekv.cache.slots import Slots, in_front
 from tersekv.cache.state import Rules, Spec, Stateful
-from tersekv.cache.tail import first_tokens
+from tersekv.cache.tier import Tier
 from tersekv.errors import CacheError, UserError
-from tersekv.layouts.base import View
 from tersekv.policies.base import PROMPT_TOKENS, Selection
 from tersekv.recipe import LayerPlan
-from tersekv.transforms.rope import Rope
+from tersekv.transforms.rope import Angles, Rope
 
 UNREADABLE = (
     "a cache whose policy evicts tokens can be read by tersekv's attention only, because heads evict different tokens; "
@@ -42,26 +44,24 @@ SELECTIVE = {
 
 
 def selective_tokens(kept: HeadTokens, place: str) -> None:
-    """Check that pools hold only tokens from before the tail."""
-    tails = {side.tail.tokens for side in kept.sides}
-    require(len(tails) == 1, f"{place}.tails", f"hold different numbers of keys and values {sorted(tails)}")
-    first = kept.num_tokens - tails.pop()
+    """Check that heads hold only tokens from before the window."""
+    first = kept.num_tokens - kept.recent.tokens
     require(first >= 0, place, f"holds more tokens than the {kept.num_tokens} received")
     most = max(kept.num_tokens + kept.policy.recent + kept.flush_tokens, int(kept.policy.budget))
     fits = int(kept.budget.max()) <= most and bool((kept.latest <= kept.budget).all())
     require(fits, f"{place}.budget", f"keeps more than {most} tokens, or fewer than the latest")
-    for i, pool in enumerate(kept.pools):
-        positions(pool.positions, first, f"{place}.pools.{i}.positions")
+    for i in range(len(kept.loose)):
+        positions(kept.positions(i), first, f"{place}.loose.{i}.slots.0.positions")
 
 
 class HeadTokens(Stateful, ABC):
     """Tokens of a full-attention layer that each KV head has kept under a `Selection`.
 
-    sides: keys and values of the layer. Their tails and tiers hold tokens of this object.
-    placement: that of the layer. It counts tokens received.
+    tiers: those of the layer, in which this object packs tokens, and perhaps more.
+    recent: the layer's window. placement: that of the layer, which counts tokens received.
     rope: RoPE of the keys, needed if they are coded before RoPE.
     heads: this process's heads under tensor parallelism, or None.
-    pools: see the subclasses.
+    loose: chosen tokens that are exact: those that are to be packed in each tier, and perhaps others.
     padding: int64 [B], leading positions of rows without a token, or None.
     tail_tokens: latest tokens that stay exact.
     budget: int64 [B], tokens kept per row. latest: int64 [B], of these, latest tokens that always stay.
@@ -69,12 +69,9 @@ class HeadTokens(Stateful, ABC):
     """
 
     STATE: ClassVar[Spec] = SELECTIVE
-    """State that a refused append restores, next to the pools.
-
-    Values are replaced, never written in place.
-    """
     RULES: ClassVar[Rules] = (selective_tokens,)
-    PARTS: ClassVar[tuple[str, ...]] = ("pools",)
+    PARTS: ClassVar[tuple[str, ...]] = ("loose",)
+    HELD: ClassVar[tuple[str, ...]] = ("padding",)
 
     estimates: ClassVar[bool] = False
     longest: Tensor | None = None
@@ -82,51 +79,64 @@ class HeadTokens(Stateful, ABC):
     def __init__(
         self,
         plan: LayerPlan,
-        sides: Sequence[SideStore],
+        tiers: Sequence[Tier],
+        recent: ExactTokens,
         placement: Placement,
         rope: Rope | None = None,
         heads: HeadShard | None = None,
     ) -> None:
         assert isinstance(plan.policy, Selection)
-        self.plan, self.sides, self.placement, self.rope, self.heads = plan, sides, placement, rope, heads
+        self.plan, self.recent, self.placement, self.heads = plan, recent, placement, heads
         self.policy: Selection = plan.policy
-        self.dtype, self.flush_tokens = sides[0].dtype, placement.block
-        placement.most_sinks = 0  # sinks are in the pools
+        self.rope = rope if plan.keys.needs_rope else None
+        self.tiers, self.dtype, self.flush_tokens = list(tiers), recent.buffers[0].dtype, placement.block
+        placement.most_sinks = 0  # sinks are chosen, too
         self.restart()
 
     def restart(self) -> None:
         """Start over, without tokens."""
-        for side in self.sides:
-            side.tail.restart()
+        self.recent.shrink()
+        self.recent.usual = 0
         self.padding: Tensor | None = None
         self.tail_tokens = 0
         self.budget = torch.zeros(self.batch_size, dtype=torch.int64, device=self.device)
         self.latest = torch.zeros_like(self.budget)
-        self.pools = self._new_pools()
+        self._empty()
 
-    @abstractmethod
-    def _new_pools(self) -> list[TokenPool]:
-        """Return empty pools."""
+    def _empty(self) -> None:
+        """Set `loose`, and give the tiers empty slots."""
+        self.loose = [ExactTokens(self.recent.buffers, fields=self.fields()) for _ in self.tiers]
+        for tier in self.tiers:
+            tier.differ(Slots(self.recent.buffers[0], self.fields()))
+
+    def fields(self) -> dict[str, torch.dtype]:
+        """Return the numbers that are kept of each token."""
+        return {}
 
     @property
-    def pool(self) -> TokenPool:
-        """The first pool."""
-        return self.pools[0]
+    def slots(self) -> list[Tier | ExactTokens]:
+        """Chosen tokens in the order of their slots: packed and exact ones of each rate."""
+        return [held for pair in zip(self.tiers, self.loose, strict=False) for held in pair]
+
+    def positions(self, rate: int) -> Tensor:
+        """Return the positions int32 [B, H, n] of the slots of one rate, packed ones first."""
+        held: list[Tier | ExactTokens] = [*self.tiers[rate : rate + 1], self.loose[rate]]
+        return torch.cat([one.slots.positions for one in held], dim=2)
 
     @property
     def device(self) -> torch.device:
         """Device of the tensors."""
-        return self.sides[0].sinks.device
+        return self.recent.buffers[0].device
 
     @property
     def batch_size(self) -> int:
         """Number of batch rows."""
-        return self.sides[0].sinks.shape[0]
+        return self.recent.buffers[0].shape[0]
 
     @property
     def kv_heads(self) -> int:
         """Number of KV heads."""
-        return self.sides[0].sinks.shape[1]
+        return self.recent.buffers[0].shape[1]
 
     @property
     def num_tokens(self) -> int:
@@ -145,19 +155,18 @@ class HeadTokens(Stateful, ABC):
 
     # ------------------------------------------------------------------ reading
 
-    @abstractmethod
     def exact_segments(self) -> list[ExactSegment]:
-        """Return exact tokens of the pools, without empty segments."""
+        """Return loose tokens of each rate, without empty segments."""
+        return [segment for loose in self.loose for segment in loose.segment()]
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Return sampled tokens, see `Store`."""
         return []
 
-    def packed(self, rate: int, first: int, tokens: int) -> tuple[Tensor, View, View]:
-        """Return positions, keys and values of slots `first` to `first + tokens` of a tier."""
-        pool = self.pools[rate]
-        keys, values = pool.views(first, tokens)
-        return pool.positions[:, :, first : first + tokens], keys, values
+    def angles(self, positions: Tensor) -> Angles | None:
+        """Return the RoPE angles of keys at positions [B, H, n], if they are coded before RoPE."""
+        first = 0 if self.padding is None else self.padding[:, None, None]
+        return None if self.rope is None else self.rope.angles_at((positions - first).clamp(min=0))
 
     def observed(self, queries: int) -> int:
         """Return how many of the latest `queries` queries the policy observes now."""
@@ -178,10 +187,10 @@ class HeadTokens(Stateful, ABC):
 
     def room(self) -> int:
         """Return the number of generated tokens that can enter the tail before anything else changes."""
-        tail, usual = self.sides[0].tail, self.tail_tokens + self.flush_tokens
-        if self.policy.evicts == "step" or self.deferred or tail.usual != usual:
+        usual = self.tail_tokens + self.flush_tokens
+        if self.policy.evicts == "step" or self.deferred or self.recent.usual != usual:
             return 0
-        return max(0, min(PROMPT_TOKENS - 1, usual - 1 - tail.tokens))
+        return max(0, min(PROMPT_TOKENS - 1, usual - 1 - self.recent.tokens))
 
     def receive(self, new: list[Tensor], padding: Tensor | None, votes: Tensor | None) -> None:
         """Append rounded tokens, choose which stay, and pack chosen ones that left the tail.
@@ -200,25 +209,24 @@ class HeadTokens(Stateful, ABC):
         else:
             before = self._mark()
             if self.deferred and padding is not None and int(padding.max()) > 0:
-                self.pad(padding)
+                self.padding = padding
             try:
                 leave = self._add(new, votes)
             except Exception:
                 self._undo(before)
                 raise
-        for side, x in zip(self.sides, new, strict=True):  # last, because it is not undone
-            side.tail.usual = self.tail_tokens + (0 if self.policy.evicts == "step" else self.flush_tokens)
-            old = side.tail.tokens
-            side.tail.drop_front(min(leave, old))
-            side.tail.append(x[:, :, max(0, leave - old) :])
+        self.recent.usual = self.tail_tokens + (0 if self.policy.evicts == "step" else self.flush_tokens)
+        old = self.recent.tokens
+        self.recent.drop_front(min(leave, old))  # last, because it is not undone
+        self.recent.append([x[:, :, max(0, leave - old) :] for x in new])
         self.placement.deferred = self.deferred
 
     def _add(self, new: list[Tensor], votes: Tensor | None) -> int:
-        """Update everything but the tail.
+        """Update everything but the window.
 
-        Return how many of the oldest tokens of tail and `new` leave it.
+        Return how many of the oldest tokens of window and `new` leave it.
         """
-        n, t = new[0].shape[2], self.sides[0].tail.tokens
+        n, t = new[0].shape[2], self.recent.tokens
         prompt = self._is_prompt(n)
         self.placement.tokens += n
         if prompt or self.policy.evicts != "never":
@@ -232,24 +240,16 @@ class HeadTokens(Stateful, ABC):
 
     @abstractmethod
     def _take(self, new: list[Tensor], votes: Tensor | None, leave: int, prompt: bool) -> None:
-        """Move the oldest `leave` tokens of the tail and of `new` into the pools, or evict them."""
-
-    def pad(self, padding: Tensor | None) -> None:
-        """Set the padding of rows."""
-        self.padding = padding
-        for pool in self.pools:
-            pool.padding = padding
+        """Choose the oldest `leave` tokens of the window and of `new`, or evict them."""
 
     def _mark(self) -> Any:
-        figures = {name: getattr(self, name) for name in self.STATE}
-        return [pool.mark() for pool in self.pools], figures, self.num_tokens, self.padding
+        return self.mark(), [tier.mark() for tier in self.tiers], self.num_tokens
 
     def _undo(self, before: Any) -> None:
-        pools, figures, self.placement.tokens, padding = before
-        for pool, mark in zip(self.pools, pools, strict=True):
-            pool.undo(mark)
-        self.__dict__.update(figures)
-        self.pad(padding)
+        own, tiers, self.placement.tokens = before
+        self.undo(own)
+        for tier, mark in zip(self.tiers, tiers, strict=True):
+            tier.undo(mark)
 
     def _received(self) -> list[int]:
         """Return the number of tokens that each row has received."""
@@ -266,13 +266,13 @@ class HeadTokens(Stateful, ABC):
         self.tail_tokens = min(self.policy.recent, int(self.latest.max()))
 
     def _leaving(self, new: list[Tensor], leave: int) -> tuple[list[Tensor], Tensor]:
-        """Return the oldest `leave` tokens [B, H, m, D] of tail and `new`, and their positions.
+        """Return the oldest `leave` tokens [B, H, m, D] of window and `new`, and their positions.
 
         Positions are int32 [B, H, m]. Padding has position −1 and is replaced by the row's last
         token, so that it affects no scale or table.
         """
-        t, n = self.sides[0].tail.tokens, new[0].shape[2]
-        leaving = [first_tokens(side.tail.data, x, leave) for side, x in zip(self.sides, new, strict=True)]
+        t, n = self.recent.tokens, new[0].shape[2]
+        leaving = [first_tokens(*both, leave) for both in zip(self.recent.data, new, strict=True)]
         first = self.num_tokens - t - n
         positions = torch.arange(first, first + leave, dtype=torch.int32, device=self.device)
         positions = positions.expand(self.batch_size, self.kv_heads, -1)
@@ -287,14 +287,60 @@ class HeadTokens(Stateful, ABC):
         first = 0 if self.padding is None else self.padding[:, None, None]
         return (positions >= 0) & (positions < first + self.policy.sinks)
 
+    def _pack(
+        self,
+        tier: Tier,
+        loose: ExactTokens,
+        movable: Tensor,
+        samples: Sequence[Tensor],
+        at: Tensor,
+        most: int | None = None,
+    ) -> None:
+        """Pack whole blocks of each head's movable loose tokens, oldest first.
+
+        movable: bool [B, H, n], loose slots that may be packed.
+        samples, at: tokens [B, H, n, D] of each side that codecs are fitted on, and their positions.
+        most: allowed number of blocks, or None. If some must be evicted, the field WEIGHT decides.
+
+        Raises:
+            UserError: a scale is too large for its dtype. Nothing has changed.
+        """
+        t = tier.block
+        waiting = movable.sum(-1) // t
+        blocks = int(waiting.max()) if movable.shape[2] else 0
+        if blocks == 0:
+            return
+        order = in_front(movable, blocks * t)
+        taken = torch.arange(blocks * t, device=order.device) < (waiting * t).unsqueeze(-1)
+        order = torch.where(taken, order, order[:, :, :1])  # an empty slot repeats a token to keep the block's scales
+        self._fit(tier, samples, at)
+        positions, encoded = loose.slots.positions, []
+        for i, (side, x) in enumerate(zip(tier.sides, loose.data, strict=True)):
+            angles = None if i else lambda index: self.angles(positions.gather(2, index))
+            encoded.append(side.encoded(side.codec, coding.by_head(x, order, t, angles, taken)))
+        for side, changes in zip(tier.sides, encoded, strict=True):
+            side.append(side.codec, changes)
+        fields = {name: x.gather(2, order) for name, x in loose.slots.fields.items()}
+        tier.slots.add(positions.gather(2, order).masked_fill(~taken, -1), fields)
+        loose.keep(torch.zeros_like(positions).scatter_add(2, order, taken.to(torch.int32)) == 0)
+        tier.compact(most)
+        tier.give_back(most)
+
+    def _fit(self, tier: Tier, samples: Sequence[Tensor], at: Tensor) -> None:
+        """Fit the codecs that need the prompt and have not been fitted, see `_pack`."""
+        for i, (side, x) in enumerate(zip(tier.sides, samples, strict=True)):
+            if side.codec.needs_fit == "prompt":
+                tokens = Tokens(x, None if i or not x.shape[2] else self.angles(at))
+                side.codec = coding.fitted(side.codec, [tokens], heads=self.heads)
+
     # ------------------------------------------------------------------ changing
 
     def check_crop(self, n: int) -> None:
-        """Raise CacheError unless n tokens can be rolled back: all, or at most those of the tail.
+        """Raise CacheError unless n tokens can be rolled back: all, or at most those of the window.
 
         Tokens that were evicted because of them are lost.
         """
-        held = self.sides[0].tail.tokens
+        held = self.recent.tokens
         if held < n < self.num_tokens:
             raise CacheError(
                 f"cannot roll back {n} tokens; a policy that evicts tokens can roll back the latest {held} (see its "
@@ -302,37 +348,20 @@ class HeadTokens(Stateful, ABC):
             )
 
     def crop(self) -> None:
-        """Follow a rollback of tokens of the tail, or of all."""
+        """Follow a rollback of tokens of the window, or of all."""
         if self.num_tokens == 0:
             self.restart()
         self.placement.deferred = self.deferred
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows (int64, repeats allowed)."""
-        self._map(lambda x: x.index_select(0, rows))
-
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device."""
-        self._map(lambda x: x.to(device))
-
-    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
-        for pool in self.pools:
-            pool.map(fn)
-        for name in self.STATE:
-            value: Any = getattr(self, name)
-            if isinstance(value, tuple):
-                setattr(self, name, type(value)(*(fn(x) if isinstance(x, Tensor) else x for x in value)))
-            elif isinstance(value, Tensor):
-                setattr(self, name, fn(value))
-        self.pad(None if self.padding is None else fn(self.padding))
-
     def tables(self) -> list[Tensor]:
         """Return the tables needed next to those of the layer's tiers."""
-        packed = self.plan.keys.needs_rope and any(pool.packed_tokens for pool in self.pools)
-        return self.rope.tables(self.device) if self.rope is not None and packed else []
+        return (
+            self.rope.tables(self.device) if self.rope is not None and any(tier.tokens for tier in self.tiers) else []
+        )
 
     def count(self, footprint: Footprint) -> None:
-        """Add the bytes held to `footprint`, without those of the layer's tiers and tails."""
-        for pool in self.pools:
-            loose = self._sinks(pool.positions[:, :, pool.packed_tokens :])
-            pool.count(footprint, int(loose.sum(-1).max()) if loose.shape[2] else 0)
+        """Add the bytes held to `footprint`, without those of the layer's tiers and window."""
+        for loose in self.loose:
+            positions = loose.slots.positions
+            counted = loose.tokens and not positions.is_meta
+            loose.count(footprint, int(self._sinks(positions).sum(-1).max()) if counted else 0)

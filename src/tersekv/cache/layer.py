@@ -1,4 +1,4 @@
-"""The cache of one layer: exact sinks | packed blocks | exact recent window (tail).
+"""The cache of one layer: exact sinks | packed blocks | exact recent window.
 
 The cache is append-only: packed tokens are never decoded and packed again. Tokens are rounded to
 the exact dtype before they are packed, and blocks start at fixed positions. The packed bytes
@@ -8,35 +8,60 @@ therefore do not depend on how tokens were fed, unless a codec is fitted on the 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from tersekv.cache import packing
 from tersekv.cache.chosen_tokens import ChosenTokens
 from tersekv.cache.coding import without_padding
 from tersekv.cache.context_parallel import ELSEWHERE, OwnBlocks
+from tersekv.cache.exact_tokens import ExactTokens, first_tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.found_sinks import FoundTokens, found_are_packed
 from tersekv.cache.head_tokens import HeadTokens
-from tersekv.cache.layer_checks import LAYER, layer_padding, layer_tokens
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.cache.placement import Placement
 from tersekv.cache.ranked_tokens import RankedTokens, ranked_are_packed
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.sampled_tokens import SampledTokens
+from tersekv.cache.schema import optional, per_row, require
 from tersekv.cache.segments import UNSEEN, Observed
-from tersekv.cache.side import SideStore
 from tersekv.cache.state import Rules, Spec, State
 from tersekv.cache.store import LEAST_QUERIES, Store
+from tersekv.cache.tier import PackedSide, Tier
 from tersekv.errors import CacheError
 from tersekv.kernels import backends
 from tersekv.policies.base import two_rates
+from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
 from tersekv.threads import one_thread
 from tersekv.transforms.rope import Rope
+
+
+def layer_tokens(store: Any, place: str) -> None:
+    """Check that keys and values hold the tokens that the placement names."""
+    held, placed = (store.sinks.tokens, store.packed_tokens, store.recent.tokens), store.placement
+    wanted = (0, *held[1:]) if store.chosen else (placed.sinks, placed.packed, placed.tail)
+    require(held == wanted, place, f"holds {held} sinks, packed and recent tokens, and must hold {wanted}")
+
+
+def layer_padding(store: Any, place: str) -> None:
+    """Check that the padding of each row leaves room for its tokens."""
+    if store.rotary is not None and store.rotary.padding is not None:
+        padding = store.rotary.padding
+        fits = len(padding) == store.batch_size and (store.deferred or int(padding.max()) <= store.num_tokens)
+        require(fits, f"{place}.rotary.0.padding", f"does not fit {store.batch_size} rows of {store.num_tokens} tokens")
+        same = store.padding is None or store.padding.tolist() == padding.tolist()
+        require(same, f"{place}.rotary.0.padding", "is not the layer's")
+    if store.padding is not None and not store.deferred:
+        sinks = store.sinks.tokens
+        fits = (sinks > 0 or store.by_head) and int(store.padding.max()) + sinks <= store.num_tokens
+        require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.num_tokens}")
 
 
 class LayerStore(Store):
@@ -46,14 +71,16 @@ class LayerStore(Store):
     window: the layer's sliding window in tokens, None for full attention. A sliding-window layer
         has no sinks and evicts packed tokens that no query can see any more.
     rope: RoPE of the layer's keys, needed if they are coded before RoPE.
-    heads: this process's heads under tensor parallelism, or None.
-    context_parallel: processes that share the packed tokens, or None.
+    heads: this process's heads under tensor parallelism, or None. Samples are drawn, and their codecs
+        fitted, for these heads.
+    context_parallel: processes that share the packed tokens of a full-attention layer without eviction,
+        or None.
     query_rope: RoPE of the layer, for policies that rank tokens; that of the keys by default.
     """
 
-    STATE: ClassVar[Spec] = LAYER
+    STATE: ClassVar[Spec] = {"padding": lambda store: optional(per_row(store))}
     RULES: ClassVar[Rules] = (layer_tokens, layer_padding, found_are_packed, ranked_are_packed)
-    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sides", "rotary", "found", "ranked", "chosen")
+    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sinks", "tiers", "recent", "rotary", "found", "ranked", "chosen")
     MADE: ClassVar[tuple[str, ...]] = ("_pages",)
 
     @plain
@@ -68,6 +95,13 @@ class LayerStore(Store):
         context_parallel: ContextParallel | None = None,
         query_rope: Rope | None = None,
     ) -> None:
+        if heads is not None:
+            codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
+            plan = plan._replace(**codecs)
+        if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
+            # heads may fill blocks at different times, so processes could not synchronise
+            other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
+            plan, heads = plan._replace(policy=other), None
         rest = plan.policy.rest if window is None and two_rates(plan.keys, plan.values) else 0.0
         evicts = window is None and plan.policy.drops
         if rest or evicts:  # heads store different tokens, so nothing is stored jointly for all of them
@@ -77,31 +111,35 @@ class LayerStore(Store):
         blocks = plan.keys.layout(keys.shape[-1]).block_tokens, plan.values.layout(values.shape[-1]).block_tokens
         self.flush_tokens = math.lcm(*blocks)
         dtype = plan.policy.exact_dtype(keys.dtype)
-        tail_tokens = plan.policy.recent + plan.policy.waiting_tokens(self.flush_tokens, window)
         self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope and not evicts else None
         sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
-        corrected = plan.policy.corrected_share
-        self.keys = SideStore(plan.keys, keys, dtype, sizes, tail_tokens, self.rotary, heads, corrected, rest)
-        self.values = SideStore(plan.values, values, dtype, sizes, tail_tokens, None, heads, 0.0, rest)
+        empty = [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=dtype) for x in (keys, values)]
+        self.sinks = ExactTokens(empty, part="exact sinks")
+        most = plan.policy.recent + plan.policy.waiting_tokens(self.flush_tokens, window)
+        self.recent = ExactTokens(empty, most, grows=not plan.policy.packs_generated)
+        self.keys = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share)
+        self.values = PackedSide(plan.values, values, sizes)
         self.sides = self.keys, self.values
-        if not plan.policy.packs_generated:
-            for side in self.sides:
-                side.tail.grows = True
+        self.tiers = [Tier(*self.sides)]
+        if rest:
+            low = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share, rest, self.keys)
+            self.tiers.append(Tier(low, PackedSide(plan.values, values, sizes, 0.0, rest, self.values)))
         self.padding = None
         self.placement = Placement(plan.policy, window, self.flush_tokens)
         self.room = 0  # lower bound of the tokens that can be added before some leave the window
         self._pages = None  # cached until packed blocks change
         most = plan.policy.most_found if window is None and two_rates(plan.keys, plan.values) else 0
-        self.found = [FoundTokens(most, self.keys.sinks, self.values.sinks, heads)] if most else []
+        self.found = [FoundTokens(most, empty, heads)] if most else []
         ranks = rest and not evicts
-        ranking = plan.policy, self.flush_tokens, self.keys.sinks, query_rope or rope
+        ranking = plan.policy, self.flush_tokens, empty[0], query_rope or rope
         self.ranked = [RankedTokens(*ranking)] if ranks else []
         kind = SampledTokens if plan.policy.samples else ChosenTokens
-        self.chosen = [kind(plan, self.sides, self.placement, rope, heads)] if evicts else []
+        self.chosen = [kind(plan, self.tiers, self.recent, self.placement, rope, heads)] if evicts else []
         self.by_head, self.estimates = evicts, any(chosen.estimates for chosen in self.chosen)
         self.keeps_queries = bool(self.ranked) or any(chosen.keeps_queries for chosen in self.chosen)
         self.least_queries = 1 if self.ranked or self.chosen else LEAST_QUERIES
-        self.own = None if context_parallel is None else OwnBlocks(context_parallel, self.flush_tokens, keys.device)
+        processes = context_parallel if window is None else None
+        self.own = None if processes is None else OwnBlocks(processes, self.flush_tokens, keys.device)
 
     @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
@@ -116,26 +154,24 @@ class LayerStore(Store):
         """
         n = keys.shape[2]
         if n <= self.room:  # nothing leaves the recent window
-            keys_tail, values_tail = self.keys.tail, self.values.tail
-            at = keys_tail.tokens
-            if at + n > keys_tail._data.shape[2]:
-                keys_tail.reserve(n)
-                values_tail.reserve(n)
-            call = keys, values, keys_tail._data, values_tail._data, at
+            recent = self.recent
+            at = recent.tokens
+            if at + n > recent.buffers[0].shape[2]:
+                recent.reserve(n)
+            call = keys, values, *recent.buffers, at
             written = backends.write_tokens.direct(*call) if keys.is_cpu else None
             if written is None:
                 written = backends.write_tokens.reference(*call)
             if not written:
-                keys_tail.rounded(keys)  # raises: says why
-                values_tail.rounded(values)
+                recent.rounded((keys, values))  # raises: says why
             if self.rotary is not None and self.rotary.rope.varies:
                 self.rotary.note(self.num_tokens, n)
-            keys_tail.tokens = values_tail.tokens = at + n
+            recent.tokens = at + n
             self.placement.tokens += n
             self.room -= n
             return
         with one_thread(keys.numel()):
-            new = [self.keys.tail.rounded(keys), self.values.tail.rounded(values)]
+            new = self.recent.rounded((keys, values))
             if self.chosen:
                 self._choose(self.chosen[0], new, padding, observed)
             else:
@@ -151,11 +187,10 @@ class LayerStore(Store):
         if not self.deferred or self.padding is None:
             self._add(new, False, observed)
         elif int(self.padding.max()) + max(1, self.placement.most_sinks) > self.num_tokens + n:
-            for side, x in zip(self.sides, new, strict=True):  # a padded row cannot fill its sinks, or is empty
-                side.tail.append(x)
+            self.recent.append(new)  # a padded row cannot fill its sinks, or is empty
             self.placement.tokens += n
         else:  # start over with all tokens, as if they had come in one call
-            new = [torch.cat([side.tail.data, x], dim=2) for side, x in zip(self.sides, new, strict=True)]
+            new = [torch.cat(both, dim=2) for both in zip(self.recent.data, new, strict=True)]
             new = [without_padding(x, self.padding, self.placement.most_sinks) for x in new]
             self._add(new, True, observed)
             self.padding = self.padding if self.placement.most_sinks else None
@@ -166,9 +201,9 @@ class LayerStore(Store):
 
     def _choose(self, chosen: HeadTokens, new: list[Tensor], padding: Tensor | None, observed: Observed) -> None:
         """Append tokens of which each head keeps its own."""
-        before = [pool.positions for pool in chosen.pools]
+        before = [tier.slots.positions for tier in chosen.tiers]
         chosen.receive(new, padding, observed.votes)
-        if any(pool.positions is not old for pool, old in zip(chosen.pools, before, strict=True)):
+        if any(tier.slots.positions is not old for tier, old in zip(chosen.tiers, before, strict=True)):
             self._pages = None
         self.padding, self.room = chosen.padding, chosen.room()
 
@@ -184,19 +219,25 @@ class LayerStore(Store):
         processes = None if self.own is None or not move.leave else self.own.processes
         hidden = None if self.padding is None else self.padding + self.placement.most_sinks
         highs = [ranked.choose(observed, own, place, move.sinks, hidden) for ranked in self.ranked if move.leave]
-        parts = self.ranked[0].parts(highs[0]) if highs else [own, *[range(0)] * len(self.ranked)]
-        prepared = [
-            side.prepare(x, move.sinks, parts, move.leave, restart, place, loss, hidden, processes)
-            for side, x, loss in zip(self.sides, new, observed.losses or (None, None), strict=True)
-        ]
+        which = self.ranked[0].parts(highs[0]) if highs else [own, *[range(0)] * len(self.ranked)]
+        sinks, rest = [x[:, :, : move.sinks] for x in new], [x[:, :, move.sinks :] for x in new]
+        old = [x[:, :, : placement.tail] for x in self.recent.data]
+        call = packing.Packing(which, move.leave, place, hidden, processes)
+        losses = observed.losses or (None, None)
+        parts = range(2) if move.leave else ()
+        encoded = [packing.encoded_side(self, i, old[i], sinks[i], rest[i], call, losses[i]) for i in parts]
         for found in self.found if move.leave else ():
-            leaving = [side.leaving(x, placement.tail, move) for side, x in zip(self.sides, new, strict=True)]
-            found.look(leaving, place, hidden)
+            found.look([first_tokens(*both, move.leave) for both in zip(old, rest, strict=True)], place, hidden)
+        kept = placement.tail
         placement.add(n, move)
         self.placement = placement
-        for side, changes in zip(self.sides, prepared, strict=True):
-            side.forget(move.forget)
-            side.commit(changes)
+        self._forget(move.forget)
+        for i, tiers in enumerate(encoded):
+            for tier, changes in zip(self.tiers, tiers, strict=True):
+                tier.sides[i].append(*changes)
+        self.sinks.append(sinks)
+        self.recent.drop_front(self.recent.tokens if restart else min(move.leave, kept))
+        self.recent.append([x[:, :, max(0, move.leave - kept) :] for x in rest])
         for ranked, high in zip(self.ranked, highs, strict=False):
             ranked.add(high)
         if move.leave or move.forget:
@@ -205,9 +246,14 @@ class LayerStore(Store):
                 self.own.add(place, own)
         self.room = placement.room()
 
+    def _forget(self, tokens: int) -> None:
+        """Remove that many of the oldest packed tokens, whole blocks."""
+        for side in self.sides:
+            side.packed.drop_front(tokens // side.packed.layout.block_tokens)
+
     def check_crop(self, n: int) -> None:
         """Raise CacheError unless the n latest tokens can be rolled back."""
-        held = self.keys.tail.tokens
+        held = self.recent.tokens
         for chosen in self.chosen:
             chosen.check_crop(n)
         if self.context_parallel is not None and held < n < self.num_tokens:
@@ -225,37 +271,44 @@ class LayerStore(Store):
 
     def is_whole(self, seen: int) -> bool:
         """True if, after an interrupted append, keys and values still hold the `seen` tokens."""
-        held = {self.num_evicted + side.sinks.shape[2] + side.packed_tokens + side.tail.tokens for side in self.sides}
+        exact = self.num_evicted + self.sinks.tokens + self.recent.tokens
+        held = {exact + sum(tier.sides[i].packed.tokens for tier in self.tiers) for i in range(2)}
         return self.num_tokens == seen and held == {seen} and not self.chosen  # it is unknown which tokens heads hold
 
     @plain
     def crop(self, n: int) -> None:
         """Roll back the n latest tokens, see `check_crop`.
 
-        Affected packed blocks are removed as a whole. Their other tokens return to the tail, decoded.
+        Affected packed blocks are removed as a whole. Their other tokens return to the window, decoded.
 
         Raises:
             CacheError: a sliding window, a padded batch or the cache holds too few tokens.
         """
         self.check_crop(n)
-        first, from_tail = self.packed_first, min(n, self.keys.tail.tokens)
+        gone = min(n, self.recent.tokens)
         removed, back = self.placement.crop(n)
-        past = self.placement.past() if self.placement.record_past else 0
         self._pages, self.room = None, 0
-        for side, codec in zip(self.sides, (self.plan.keys, self.plan.values), strict=True):
-            side.tail.drop_back(from_tail)
-            if self.num_tokens == 0:
-                side.restart(codec)  # to be fitted on the next prompt
-            elif removed:
-                side.unpack_back(min(removed, side.packed_tokens), back, first)  # others may hold some
-            if side.sinks.shape[2] > self.placement.sinks:
-                side.sinks = side.sinks[:, :, : self.placement.sinks].clone()
-            side.forget(past)
+        self.recent.drop_back(gone)
+        if self.num_tokens == 0:
+            for tier in self.tiers:
+                tier.restart([self.plan.keys, self.plan.values])  # to be fitted on the next prompt
+        elif removed:
+            removed = min(removed, self.keys.packed.tokens)  # others may hold some
+            if back:
+                first = self.keys.packed.tokens - removed
+                latest = self._packed(0, first, removed)
+                self.recent.append([view.decode()[:, :, :back] for view in (latest.keys, latest.values)])
+            for side in self.sides:
+                side.packed.drop_back(removed // side.packed.layout.block_tokens)
+        if self.sinks.tokens > self.placement.sinks:
+            self.sinks.shrink(self.placement.sinks)
+        if self.placement.record_past:
+            self._forget(self.placement.past())
         for chosen in self.chosen:
             chosen.crop()
         for found in self.found:
             first = self.num_tokens - self.placement.tail
-            found.put([side.tail.data for side in self.sides], first)
+            found.put(self.recent.data, first)
             found.crop(first, self.num_tokens == 0)
         if self.num_tokens == 0:
             self.padding = None
@@ -268,37 +321,27 @@ class LayerStore(Store):
     def _hold(self, state: State, place: str) -> None:
         super()._hold(state, place)
         for chosen in self.chosen:
-            chosen.pad(self.padding)
-
-    def _held(self) -> list[Any]:
-        """Return the parts that hold tensors."""
-        return [*self.sides, *self.found, *self.ranked, *self.chosen, *([] if self.own is None else [self.own])]
+            chosen.padding = self.padding
 
     @plain
     def select(self, rows: Tensor) -> None:
         """Keep the batch rows `rows` (int64, repeats allowed) in that order."""
-        rows, self._pages = rows.to(self.device), None
-        for part in self._held():
-            part.select(rows)
-        self.padding = None if self.padding is None else self.padding.index_select(0, rows)
-        if self.rotary is not None:
-            self.rotary.select(rows)
+        super().select(rows.to(self.device))
 
     @plain
     def to(self, device: torch.device | str) -> None:
         """Move everything to `device`."""
-        self._pages = None
+        super().to(device)
         self.plan = self.plan._replace(keys=self.plan.keys.to(device), values=self.plan.values.to(device))
-        for part in self._held():
-            part.to(device)
-        self.padding = None if self.padding is None else self.padding.to(device)
+        if self.own is not None:
+            self.own.to(device)
 
     def tables(self) -> list[Tensor]:
         """Return the tables of both sides, without a codec's that is not fitted yet. Layers share some."""
         rope = []
         if self.rotary is not None and self.packed_tokens:
             rope = self.rotary.tables(self.device, self.keys.codec.centred, self.keys.head_dim)
-        parts: list[Any] = [*self.sides, *self.chosen]
+        parts: list[Tier | HeadTokens] = [*self.tiers, *self.chosen]
         return [*rope, *(table for part in parts for table in part.tables())]
 
     def footprint(self) -> Footprint:
@@ -306,8 +349,9 @@ class LayerStore(Store):
         rows = self.batch_size * self.kv_heads * min(self.num_tokens, self.window or self.num_tokens)
         footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
         footprint.coded = {self.plan.coded: 1}
-        for part in self._held():
-            part.count(footprint)
+        self.count(footprint)
+        if self.own is not None:
+            self.own.count(footprint)
         masks = len(self.found) * self.batch_size * (self.kv_heads if self.ranked else 1)  # of decode steps
         footprint.parts["selection"] += masks * self.packed_tokens
         return footprint

@@ -36,9 +36,7 @@ UNMEASURED = (
 def ranked_are_packed(store: Any, place: str) -> None:
     """Check that `high` has one bit per packed token, with as many tokens of each rate in every head."""
     for ranked in store.ranked:
-        held = {tuple(tier.packed.tokens for tier in side.tiers) for side in store.sides}
-        require(len(held) == 1, f"{place}.sides", f"hold different numbers of tokens at each rate {sorted(held)}")
-        high, low = held.pop()
+        high, low = (tier.tokens for tier in store.tiers)
         where = f"{place}.ranked.0.high"
         require(ranked.high.shape[2] * BITS == high + low, where, "has a wrong length")
         count = ranked.is_high().sum(-1)
@@ -116,7 +114,7 @@ class RankedTokens(Stateful):
         return torch.zeros_like(score, dtype=torch.bool).scatter_(2, order, True)
 
     def parts(self, high: Tensor) -> list[range | Tensor]:
-        """Return the tokens of each tier, see `SideStore.prepare`. high: what `choose` returned."""
+        """Return the tokens of each tier, see `Packing`. high: what `choose` returned."""
         n = high.shape[2]
         most, low = self.counts(n)
         if not low or high.is_meta:
@@ -152,14 +150,6 @@ class RankedTokens(Stateful):
     def restart(self) -> None:
         """Forget all tokens."""
         self.high, self.queries = self.high[:, :, :0], self.queries[:, :, :0]
-
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows (int64, repeats allowed)."""
-        self.high, self.queries = (x.index_select(0, rows) for x in (self.high, self.queries))
-
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device."""
-        self.high, self.queries = self.high.to(device), self.queries.to(device)
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`."""

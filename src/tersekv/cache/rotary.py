@@ -116,7 +116,5 @@ class Rotary(Stateful):
         super()._hold(state, place)
         self.padding = None if self.padding is None else self.padding.cpu()
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows."""
-        if self.padding is not None:
-            self.padding = self.padding[rows.cpu()]
+    def to(self, device: torch.device | str) -> None:
+        """Do nothing: the padding stays on the CPU."""

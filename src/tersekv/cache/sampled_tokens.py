@@ -1,29 +1,31 @@
 """SubGen's Algorithm 1 (arXiv 2402.06082): samples of a layer's tokens.
 
-The cache has four parts: samples of values | clusters of keys | attention sinks | exact tail.
+The cache has four parts: samples of values | clusters of keys | attention sinks | exact window.
 
-Every token that leaves the tail enters two sketches. Tokens enter in blocks, with the same
-distribution as one by one. The `slots` of a sketch hold the positions of samples. The pools hold
-each sampled token once, packed as usual, and remove it when no slot refers to it.
+Every token that leaves the window enters two sketches. Tokens enter in blocks, with the same
+distribution as one by one. The `slots` of a sketch hold the positions of samples. Each sampled
+token is held once, packed as usual, and removed when no slot refers to it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tersekv.cache.clusters import Clusters
+from tersekv.cache.exact_tokens import ExactTokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.head_tokens import SELECTIVE, HeadTokens
 from tersekv.cache.pages import PageSizes
-from tersekv.cache.pool import WEIGHT, TokenPool
 from tersekv.cache.schema import Check, optional, record, require, tensor, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
+from tersekv.cache.slots import Slots
 from tersekv.cache.state import State, own
-from tersekv.cache.tier import Tier
+from tersekv.cache.tier import WEIGHT, PackedSide, Tier
 from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
 from tersekv.policies.subgen import SubGen
@@ -89,7 +91,7 @@ def counts(positions: Tensor, slots: Tensor) -> Tensor:
 
 
 def _clusters(kept: SampledTokens) -> Check:
-    return optional(Clusters.schema(kept.pool.loose[0], kept.subgen.slots, limited=not kept.subgen.delta))
+    return optional(Clusters.schema(kept.recent.keys, kept.subgen.slots, limited=not kept.subgen.delta))
 
 
 SAMPLED = {
@@ -102,12 +104,11 @@ SAMPLED = {
 
 
 def sampled_slots(kept: SampledTokens, place: str) -> None:
-    """Check that samples refer to tokens that have left the tail."""
-    first = kept.num_tokens - kept.sides[0].tail.tokens
-    sampled = kept.pool.positions.shape[2] + kept.centers.positions.shape[2]
+    """Check that samples refer to tokens that have left the window."""
+    first = kept.num_tokens - kept.recent.tokens
+    sampled = sum(len(held.slots) for held in kept.slots)
     require((kept.reservoir is None) == (kept.clusters is None), place, "has samples of only values or only keys")
     require(not sampled or kept.reservoir is not None, place, "has sampled tokens without samples")
-    require(kept.first.packed_tokens == 0, f"{place}.pools.2", "packs tokens, and must keep all of them exact")
     if kept.reservoir is not None and kept.clusters is not None:
         kept.reservoir.check(first, f"{place}.reservoir")
         kept.clusters.check(first, f"{place}.clusters")
@@ -116,15 +117,14 @@ def sampled_slots(kept: SampledTokens, place: str) -> None:
 class SampledTokens(HeadTokens):
     """Tokens of SubGen's streaming variant, see the module.
 
-    pools: sampled values with their keys, keys of clusters, and attention sinks. Packed values are in the
-        tiers of the layer.
-    tiers: packed keys of clusters, and two tiers of sinks that stay empty.
+    tiers, loose: sampled values with their keys, and keys of clusters. Attention sinks are loose, too.
+    own: the tier of the keys of clusters.
     longest: largest norm of a value so far, float32 [B, H].
     """
 
     estimates = True
     longest: Tensor
-    STATE, RULES, PARTS = SAMPLED, (*HeadTokens.RULES, sampled_slots), ("tiers", *HeadTokens.PARTS)
+    STATE, RULES, PARTS = SAMPLED, (*HeadTokens.RULES, sampled_slots), ("own", *HeadTokens.PARTS)
 
     def restart(self) -> None:
         """Start over, without tokens."""
@@ -136,37 +136,43 @@ class SampledTokens(HeadTokens):
         self.reservoir: Reservoir | None = None  # its size depends on the first prompt
         self.clusters: Clusters | None = None
 
-    def _new_pools(self) -> list[TokenPool]:
-        keys, like = self.plan.keys, [side.tail.data for side in self.sides]
-        own, shared = PageSizes(keys.layout(self.sides[0].head_dim).block_tokens), PageSizes(self.flush_tokens)
-        self.tiers = [Tier(keys, like[0], own), Tier(keys, like[0], shared), Tier(self.plan.values, like[1], shared)]
-        values = {NORM: torch.float32, WEIGHT: torch.float32}
-        return [
-            TokenPool([side.tiers[0] for side in self.sides], like, values, self.rope),
-            TokenPool(self.tiers[:1], like[:1], {WEIGHT: torch.float32}, self.rope),
-            TokenPool(self.tiers[1:], like, None, self.rope),
-        ]
-
-    @property
-    def centers(self) -> TokenPool:
-        """The keys of clusters."""
-        return self.pools[1]
-
-    @property
-    def first(self) -> TokenPool:
-        """The attention sinks."""
-        return self.pools[2]
+    def _empty(self) -> None:
+        like, keys = self.recent.buffers, self.plan.keys
+        self.own = Tier(PackedSide(keys, like[0], PageSizes(keys.layout(like[0].shape[3]).block_tokens)))
+        self.tiers = [self.tiers[0], self.own]
+        fields = {NORM: torch.float32, WEIGHT: torch.float32}, {WEIGHT: torch.float32}
+        self.loose = [ExactTokens(like, fields=fields[0]), ExactTokens(like[:1], fields=fields[1])]
+        self.loose.append(ExactTokens(like, fields={}))
+        for tier, names in zip(self.tiers, fields, strict=True):
+            tier.differ(Slots(like[0], names))
 
     def exact_segments(self) -> list[ExactSegment]:
         """Return attention sinks, if there are any."""
-        return self.first.exact_segment()
+        return self.loose[2].segment()
 
     def weighted_segments(self) -> list[WeightedSegment]:
         """Return samples of values for the numerator, and of clusters for the denominator."""
-        if not self.centers.positions.shape[2]:
+        if not any(len(held.slots) for held in self.slots[2:]):
             return []
-        samples = [WeightedSegment(v[0], v[1], at, weight, None) for v, at, weight in _parts(self.pool)]
-        return samples + [WeightedSegment(v[0], None, at, None, weight) for v, at, weight in _parts(self.centers)]
+        samples = [WeightedSegment(v[0], v[1], at, weight, None) for v, at, weight in self._views(0)]
+        return samples + [WeightedSegment(v[0], None, at, None, weight) for v, at, weight in self._views(1)]
+
+    def _views(self, i: int) -> Iterator[Part]:
+        """Yield views of each side, positions and log-weights of samples (i = 0) or clusters (1) in parts.
+
+        Packed tokens come BLOCK_TOKENS at a time, then the loose ones. There are no tokens if all
+        values are 0.
+        """
+        tier, loose = self.tiers[i], self.loose[i]
+        step = max(1, BLOCK_TOKENS // tier.block) * tier.block
+        for first in range(0, tier.tokens, step):
+            span = slice(first, min(tier.tokens, first + step))
+            at = tier.slots.positions[:, :, span]
+            views = tier.views(first, span.stop - first, self.angles(at))
+            yield views, at, tier.slots.fields[WEIGHT][:, :, span]
+        if loose.tokens or not tier.tokens:
+            exact: list[View] = [ExactView({"x": x.unsqueeze(2)}) for x in loose.data]
+            yield exact, loose.slots.positions, loose.slots.fields[WEIGHT]
 
     # ------------------------------------------------------------------ growing
 
@@ -183,13 +189,14 @@ class SampledTokens(HeadTokens):
         leaving, positions = self._leaving(new, leave)
         sinks = self._sinks(positions)
         if bool(sinks.any()):
-            self.first.take(leaving, positions, sinks, {})
+            self.loose[2].take(leaving, positions, sinks, {})
         positions = positions.masked_fill(sinks, -1)
         self._size()
         for start in range(0, leave, BLOCK_TOKENS):
             block = slice(start, min(leave, start + BLOCK_TOKENS))
             self._sketch([x[:, :, block] for x in leaving], positions[:, :, block])
-        self._pack(leaving, positions)
+        for tier, loose in zip(self.tiers, self.loose, strict=False):
+            self._pack(tier, loose, loose.slots.alive, leaving[: len(tier.sides)], positions)
         self._weigh()
 
     def _size(self) -> None:
@@ -198,10 +205,10 @@ class SampledTokens(HeadTokens):
             policy = self.subgen
             s, m = policy.sizes(int(self.budget.max()))
             self.reservoir = Reservoir.empty(self.batch_size, self.kv_heads, s, self.device)
-            self.clusters = Clusters.empty(self.pool.loose[0], policy.slots, policy.delta, None if policy.delta else m)
+            self.clusters = Clusters.empty(self.recent.keys, policy.slots, policy.delta, None if policy.delta else m)
 
     def _sketch(self, tokens: list[Tensor], positions: Tensor) -> None:
-        """Add a block [B, H, n, D] to samples and clusters, then update the pools."""
+        """Add a block [B, H, n, D] to samples and clusters, then keep the tokens that these name."""
         assert self.reservoir is not None
         assert self.clusters is not None
         seed = (self.subgen.seed * 1009 + self.plan.layer << 24) + self.draws
@@ -212,56 +219,39 @@ class SampledTokens(HeadTokens):
         self.clusters = self.clusters.extended(tokens[0], positions, generator)
         norms = squares.log().float()
         named = self.reservoir.slots, self.clusters.slots.flatten(2)
-        for pool, slots, held, fields in (
-            (self.pool, named[0], tokens, {NORM: norms}),
-            (self.centers, named[1], tokens[:1], {}),
-        ):
-            pool.keep(pool.alive & _named(pool.positions, slots))
-            fields = fields | {WEIGHT: torch.zeros_like(norms)}
-            pool.take(held, positions, (positions >= 0) & _named(positions, slots), fields)
-
-    def _pack(self, leaving: list[Tensor], positions: Tensor) -> None:
-        for pool in (self.pool, self.centers):
-            n = len(pool.tiers)
-            samples = leaving[:n]
-            pool.pack(pool.alive[:, :, pool.packed_tokens :], samples, positions, None)
+        fields = {NORM: norms, WEIGHT: torch.zeros_like(norms)}
+        for tier, loose, slots in zip(self.tiers, self.loose, named, strict=False):
+            for held in (tier, loose):
+                held.keep(held.slots.alive & _named(held.slots.positions, slots))
+            chosen = (positions >= 0) & _named(positions, slots)
+            loose.take(tokens[: len(tier.sides)], positions, chosen, fields)
 
     def _weigh(self) -> None:
         """Compute log-weights of held tokens: count·μ/(s·‖v‖²) and Σ n/t."""
         assert self.reservoir is not None
         assert self.clusters is not None
-        slots, mu = self.reservoir
-        share = mu.log().float() - math.log(slots.shape[-1])
-        count = counts(self.pool.positions, slots).float()
-        self.pool.fields[WEIGHT] = count.log() + share.unsqueeze(-1) - self.pool.fields[NORM]
-        self.centers.fields[WEIGHT] = self.clusters.log_weights(self.centers.positions)
+        named, mu = self.reservoir
+        share = mu.log().float() - math.log(named.shape[-1])
+        samples, clusters = self.slots[:2], self.slots[2:]
+        for slots in (held.slots for held in samples):
+            count = counts(slots.positions, named).float()
+            slots.note(**{WEIGHT: count.log() + share.unsqueeze(-1) - slots.fields[NORM]})
+        for slots in (held.slots for held in clusters):
+            slots.note(**{WEIGHT: self.clusters.log_weights(slots.positions)})
 
     def _hold(self, state: State, place: str) -> None:
         super()._hold(state, place)
         self.reservoir = None if state["reservoir"] is None else Reservoir(**own(state["reservoir"]))
         self.clusters = None if state["clusters"] is None else Clusters(**own(state["clusters"]))
 
-    def select(self, rows: Tensor) -> None:
-        """Keep these batch rows (int64, repeats allowed)."""
-        super().select(rows)
-        for tier in self.tiers:
-            tier.select(rows)
-
-    def to(self, device: torch.device | str) -> None:
-        """Move everything to a device."""
-        super().to(device)
-        for tier in self.tiers:
-            tier.to(device)
-
     def tables(self) -> list[Tensor]:
         """Return the tables needed next to those of the layer's tiers."""
-        return [*super().tables(), *(table for tier in self.tiers for table in tier.tables())]
+        return [*super().tables(), *self.own.tables()]
 
     def count(self, footprint: Footprint) -> None:
-        """Add the bytes held to `footprint`, without those of the layer's tiers and tails."""
+        """Add the bytes held to `footprint`, without those of the layer's tiers and window."""
         super().count(footprint)
-        for tier in self.tiers:
-            tier.packed.count(footprint)
+        self.own.count(footprint)
         if self.reservoir is not None and self.clusters is not None:
             centers, *figures = self.clusters[:4]
             footprint.parts["exact window"] += centers.numel() * centers.element_size()
@@ -270,25 +260,6 @@ class SampledTokens(HeadTokens):
 
 
 Part = tuple[list[View], Tensor, Tensor]
-
-
-def _parts(pool: TokenPool) -> list[Part]:
-    """Return views of each side, positions and log-weights in parts.
-
-    Packed tokens come BLOCK_TOKENS at a time, then the loose ones. There are no tokens if all
-    values are 0.
-    """
-    P, t, weights = pool.packed_tokens, pool.flush_tokens, pool.fields[WEIGHT]
-    step = max(1, BLOCK_TOKENS // t) * t
-    parts: list[Part] = []
-    for first in range(0, P, step):
-        span = slice(first, min(P, first + step))
-        views = pool.views(first, span.stop - first)
-        parts.append((views, pool.positions[:, :, span], weights[:, :, span]))
-    if pool.positions.shape[2] > P or P == 0:
-        loose: list[View] = [ExactView({"x": x.unsqueeze(2)}) for x in pool.loose]
-        parts.append((loose, pool.positions[:, :, P:], weights[:, :, P:]))
-    return parts
 
 
 def _named(positions: Tensor, slots: Tensor) -> Tensor:

@@ -13,8 +13,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from tersekv.cache.footprint import Footprint
 from tersekv.cache.schema import Check, anything, each, record, refuse, require, shortened
 from tersekv.codecs import Codec
 from tersekv.tensors import plain
@@ -45,6 +47,7 @@ class Stateful:
     and their checks. Checks are built for an object that holds nothing.
     RULES: conditions between attributes, checked after a restore.
     PARTS: attributes that hold a Stateful, a sequence of them, or None.
+    HELD: further attributes with tensors or numbers that change, which subclasses save themselves.
     MADE: attributes computed on demand from the others, None before. They may hold addresses, so
     copies start with None.
     """
@@ -52,6 +55,7 @@ class Stateful:
     STATE: ClassVar[Spec] = {}
     RULES: ClassVar[Rules] = ()
     PARTS: ClassVar[tuple[str, ...]] = ()
+    HELD: ClassVar[tuple[str, ...]] = ()
     MADE: ClassVar[tuple[str, ...]] = ()
 
     def state(self) -> State:
@@ -70,7 +74,9 @@ class Stateful:
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the attributes for a pickle, with copies of tensors, see `state`."""
-        return {name: None if name in self.MADE else _own_tensors(held) for name, held in vars(self).items()}
+        return {
+            name: None if name in self.MADE else with_tensors(held, Tensor.clone) for name, held in vars(self).items()
+        }
 
     @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -117,6 +123,49 @@ class Stateful:
         found = getattr(self, name)
         return [] if found is None else [found] if isinstance(found, Stateful) else found
 
+    def _all_parts(self) -> list[Stateful]:
+        return [part for name in self.PARTS for part in self._parts(name)]
+
+    # ------------------------------------------------------------------ changing
+
+    def select(self, rows: Tensor) -> None:
+        """Keep these batch rows (int64, repeats allowed)."""
+        self._map(lambda x: x.index_select(0, rows.to(x.device)))
+        for part in self._all_parts():
+            part.select(rows)
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device."""
+        self._map(lambda x: x.to(device))
+        for part in self._all_parts():
+            part.to(device)
+
+    def _map(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function to the tensors in `STATE` and `HELD`."""
+        self._unmake()
+        for name in (*self.STATE, *self.HELD):
+            setattr(self, name, with_tensors(getattr(self, name), fn))
+
+    def count(self, footprint: Footprint) -> None:
+        """Add the bytes held to `footprint`, without tables."""
+        for part in self._all_parts():
+            part.count(footprint)
+
+    def mark(self) -> Any:
+        """Return a mark for `undo`.
+
+        Nothing is copied: it is valid as long as attributes are replaced, and never changed in place.
+        """
+        figures = {name: getattr(self, name) for name in (*self.STATE, *self.HELD)}
+        return figures, [part.mark() for part in self._all_parts()]
+
+    def undo(self, mark: Any) -> None:
+        """Undo everything since `mark()`."""
+        figures, parts = mark
+        self.__dict__.update(figures)
+        for part, held in zip(self._all_parts(), parts, strict=True):
+            part.undo(held)
+
 
 def _as_data(value: Any) -> Any:
     return _as_data(value._asdict()) if hasattr(value, "_asdict") else _mapped(value, _as_data)
@@ -127,16 +176,16 @@ def own(value: Any) -> Any:
     return value.clone() if isinstance(value, Tensor) else _mapped(value, own)
 
 
-def _own_tensors(value: Any) -> Any:
-    """Copy the tensors in an attribute. Objects with a `__getstate__` of their own are kept."""
+def with_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """Apply fn to the tensors in an attribute. Objects with a `__getstate__` of their own are kept."""
     if isinstance(value, Tensor):
-        return value.clone()
+        return fn(value)
     if isinstance(value, Codec):
-        return replace(value, fitted=_own_tensors(value.fitted))
+        return replace(value, fitted=with_tensors(value.fitted, fn))
     if isinstance(value, dict):
-        return {key: _own_tensors(held) for key, held in value.items()}
+        return {key: with_tensors(held, fn) for key, held in value.items()}
     if isinstance(value, (list, tuple)):
-        held = [_own_tensors(part) for part in value]
+        held = [with_tensors(part, fn) for part in value]
         return type(value)(*held) if hasattr(value, "_fields") else type(value)(held)
     return value
 

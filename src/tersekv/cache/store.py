@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tersekv.cache.coding import own_sinks
 from tersekv.cache.context_parallel import ELSEWHERE, OwnBlocks
+from tersekv.cache.exact_tokens import ExactTokens
 from tersekv.cache.found_sinks import FoundTokens
 from tersekv.cache.head_tokens import UNREADABLE, HeadTokens
 from tersekv.cache.parallel import ContextParallel, HeadShard
@@ -17,8 +18,8 @@ from tersekv.cache.placement import Move, Placement
 from tersekv.cache.ranked_tokens import RankedTokens
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, packed_pages_of
-from tersekv.cache.side import SideStore, extents
 from tersekv.cache.state import Stateful
+from tersekv.cache.tier import PackedSide, Tier
 from tersekv.errors import UserError
 from tersekv.kernels.attend import PackedPages, Where
 from tersekv.policies.base import TokenPolicy
@@ -32,7 +33,9 @@ class Store(Stateful):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of one layer, for reading.
 
     policy, window: see `LayerStore`.
-    keys, values, sides: the two sides, and both.
+    sinks, recent: exact tokens.
+    tiers: packed tokens of the codec's own rate, and perhaps of a lower one.
+    keys, values, sides: the two sides of the first tier, and both.
     placement: which tokens are exact, packed or evicted.
     padding: int64 [B], leading positions of rows without a token, while rows have sinks of their own, or if heads
         differ; or None.
@@ -51,9 +54,12 @@ class Store(Stateful):
 
     policy: TokenPolicy
     window: int | None
-    keys: SideStore
-    values: SideStore
-    sides: tuple[SideStore, SideStore]
+    sinks: ExactTokens
+    recent: ExactTokens
+    tiers: list[Tier]
+    keys: PackedSide
+    values: PackedSide
+    sides: tuple[PackedSide, PackedSide]
     placement: Placement
     padding: Tensor | None
     flush_tokens: int
@@ -71,13 +77,21 @@ class Store(Stateful):
     _pages: PackedPages | None
 
     # getters in C, because a step reads these numbers several times
-    shape = property(attrgetter("keys.sinks.shape"), doc="Shape [B, H, ·, D] of keys.")
-    device = property(attrgetter("keys.sinks.device"), doc="Device of the tensors.")
+    shape = property(attrgetter("keys.shape"), doc="Shape [B, H, ·, D] of keys.")
     num_tokens = property(attrgetter("placement.tokens"), doc="Number of tokens received.")
     num_evicted = property(attrgetter("placement.evicted"), doc="Number of first tokens that have left all heads.")
     deferred = property(attrgetter("placement.deferred"), doc="True while a row may have no token, see `Placement`.")
     packed_first = property(attrgetter("placement.packed_first"), doc="Position of the first packed token.")
-    packed_tokens = property(attrgetter("keys.packed_tokens"), doc="Number of packed tokens held here.")
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the tensors."""
+        return self.recent.buffers[0].device
+
+    @property
+    def packed_tokens(self) -> int:
+        """Number of packed tokens held here, of all rates."""
+        return sum(tier.tokens for tier in self.tiers)
 
     @property
     def batch_size(self) -> int:
@@ -102,12 +116,12 @@ class Store(Stateful):
     @property
     def latest_keys(self) -> Tensor:
         """Keys [B, H, n, D] of the latest tokens, which are exact."""
-        return self.keys.tail.data
+        return self.recent.keys
 
     @property
     def hidden(self) -> Tensor | None:
         """Positions of each row's padding and own sinks, int64 [B], to mask for other tokens; None without padding."""
-        return None if self.padding is None else self.padding + self.keys.sinks.shape[2]
+        return None if self.padding is None else self.padding + self.sinks.tokens
 
     # ------------------------------------------------------------------ queries
 
@@ -149,15 +163,16 @@ class Store(Stateful):
 
     def exact_segments(self) -> list[ExactSegment]:
         """Return sinks, tokens that fill no block, window and found tokens, without empty ones."""
-        keys, values = self.sides
         segments = []
-        if keys.sinks.shape[2]:
+        if self.sinks.tokens:
             first = 0 if self.padding is None else own_sinks(self.padding, self.placement.sinks)
-            segments.append(ExactSegment(keys.sinks, values.sinks, first))
+            keys, values = self.sinks.buffers
+            segments.append(ExactSegment(keys, values, first))
         for chosen in self.chosen:
             segments += chosen.exact_segments()
-        if n := keys.tail.tokens:
-            segments.append(ExactSegment(keys.tail._data[:, :, :n], values.tail._data[:, :, :n], self.num_tokens - n))
+        if n := self.recent.tokens:
+            keys, values = self.recent.buffers
+            segments.append(ExactSegment(keys[:, :, :n], values[:, :, :n], self.num_tokens - n))
         for found in self.found:
             segments += found.segment()
         return segments
@@ -167,8 +182,8 @@ class Store(Stateful):
 
         Slots count those of the codec's own rate first. The segment ends where a rate ends.
         """
-        for rate, tier in enumerate(() if self.estimates else self.keys.tiers):
-            left = tier.packed.tokens - first
+        for rate, tier in enumerate(() if self.estimates else self.tiers):
+            left = tier.tokens - first
             if left > 0:
                 return self._packed(rate, first, left if tokens is None else min(tokens, left))
             first = -left
@@ -176,11 +191,11 @@ class Store(Stateful):
 
     def packed_pages(self) -> Iterator[PackedSegment]:
         """Return packed tokens page by page, without copies, those of the codec's own rate first."""
-        for rate in range(0 if self.estimates else len(self.keys.tiers)):
+        for rate in range(0 if self.estimates else len(self.tiers)):
             yield from self._packed_at(rate)
 
     def _packed_at(self, rate: int) -> Iterator[PackedSegment]:
-        return (self._packed(rate, *extent) for extent in extents([side.tiers[rate] for side in self.sides]))
+        return (self._packed(rate, *extent) for extent in self.tiers[rate].extents)
 
     def pages(self) -> PackedPages | None:
         """Return all packed tokens as attention reads them, None if there are none; cached until they change."""
@@ -197,24 +212,30 @@ class Store(Stateful):
         return self._pages
 
     def _packed(self, rate: int, first: int, tokens: int) -> PackedSegment:
-        where: Where = self.packed_first + first
+        tier, where = self.tiers[rate], self._where(rate, first, tokens)
+        angles = None if self.rotary is None else self.rotary.of(where, tokens, self.device)
+        for chosen in self.chosen:
+            angles = chosen.angles(tier.slots.positions[:, :, first : first + tokens])
+        keys, values = tier.views(first, tokens, angles)
+        return PackedSegment(keys, values, where, tokens, tier.keys.correction)
+
+    def _where(self, rate: int, first: int, tokens: int) -> Where:
+        """Return the positions of slots `first` to `first + tokens` of a tier, see `PackedSegment`."""
+        if (slots := self.tiers[rate].slots) is not None:
+            return slots.positions[:, :, first : first + tokens]
         if self.own is not None:
-            where = self.own.part(first, tokens)
+            return self.own.part(first, tokens)
         for ranked in self.ranked:
-            where = ranked.where(rate, first, tokens, self.packed_first)
-        if self.chosen:
-            where, keys, values = self.chosen[0].packed(rate, first, tokens)
-        else:
-            keys, values = (side.view(rate, first, tokens, where) for side in self.sides)
-        return PackedSegment(keys, values, where, tokens, self.keys.tiers[rate].correction)
+            return ranked.where(rate, first, tokens, self.packed_first)
+        return self.packed_first + first
 
     def held(self) -> Iterator[PackedSegment | ExactSegment]:
         """Return the tokens held in the order of votes: packed and exact slots of each rate, then the window."""
         exact = self.exact_segments()
         for chosen in self.chosen:
-            for rate, pool in enumerate(chosen.pools):
+            for rate, loose in enumerate(chosen.loose):
                 yield from self._packed_at(rate)
-                if pool.loose[0].shape[2]:
+                if loose.tokens:
                     yield exact.pop(0)
         yield from exact
 
@@ -244,14 +265,14 @@ class Store(Stateful):
             order = self.ranked[0].order()
             packed = [[gathered(torch.cat(parts, dim=2), order)] for parts in packed]
         keys, values = (
-            torch.cat([side.sinks.to(dtype), *parts, side.tail.data.to(dtype)], dim=2)
-            for side, parts in zip(self.sides, packed, strict=True)
+            torch.cat([sinks.to(dtype), *parts, recent.to(dtype)], dim=2)
+            for sinks, parts, recent in zip(self.sinks.data, packed, self.recent.data, strict=True)
         )
         if self.padding is not None:
             own = own_sinks(self.padding, self.placement.sinks)[:, None, :, None]
             keys, values = (
-                x.scatter(2, own.expand(-1, x.shape[1], -1, x.shape[-1]), side.sinks.to(dtype))
-                for x, side in zip((keys, values), self.sides, strict=True)
+                x.scatter(2, own.expand(-1, x.shape[1], -1, x.shape[-1]), sinks.to(dtype))
+                for x, sinks in zip((keys, values), self.sinks.data, strict=True)
             )
         for found in self.found:
             found.put((keys, values), 0)

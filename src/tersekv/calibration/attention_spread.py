@@ -23,7 +23,7 @@ from tersekv.attention import masks
 from tersekv.attention.importance import importance
 from tersekv.attention.read import AttentionCall
 from tersekv.attention.weights import attention_weights
-from tersekv.cache.stores import new_store
+from tersekv.cache.layer import LayerStore
 from tersekv.calibration.calibrate import Corpus
 from tersekv.calibration.calibration import SCORES, Calibration, Made
 from tersekv.calibration.capture import LayerTokens, watch_calls
@@ -157,7 +157,7 @@ class _Reader:
     def _rank(self, layer: int, keys: Tensor, call: AttentionCall, again: int = 0) -> None:
         n = keys.shape[2] if again else self.first
         plan, nothing = self.recipe.plan(layer, len(self.whole)), keys[:, :, :0]
-        store = new_store(plan, nothing, nothing, query_rope=self.ropes.known(layer))
+        store = LayerStore(plan, nothing, nothing, query_rope=self.ropes.known(layer))
         call = call.without_last(keys.shape[2] - n)
         self.ranks[layer] = importance(store, keys[:, :, :n], call, again)[0, :, SINKS:]
 

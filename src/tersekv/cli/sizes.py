@@ -98,7 +98,7 @@ def gains_from(recipe: str, tokens: int | None) -> str:
     return f"{name} gains from some {tokens:,} tokens on"
 
 
-def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str, batch: int = 1) -> str | None:
+def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str) -> str | None:
     """Return a sentence if the cache is at least as large as in bfloat16; None if it is smaller or
     empty."""
     held, bfloat16 = footprint.total_bytes, footprint.elements * 2
@@ -106,7 +106,7 @@ def nothing_gained(footprint: Footprint, shape: CacheShape, recipe: str, batch: 
         return None
     from tersekv.sizes.estimate import break_even
 
-    gains = gains_from(recipe, break_even(shape, recipe, batch))
+    gains = gains_from(recipe, break_even(shape, recipe))
     return f"{footprint.tokens:,} tokens: the cache is {against_bfloat16(held, bfloat16)}; {gains}."
 
 

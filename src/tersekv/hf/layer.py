@@ -15,7 +15,6 @@ from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
-from tersekv.cache.stores import new_store
 from tersekv.calibration.key_error import LEAST_TOKENS, STEP, key_error, sample_tokens
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
@@ -92,7 +91,7 @@ class CompressedLayer(CacheLayerMixin):
         heads = self.cache.heads(key_states.shape[1])
         known = self.cache.ropes.known(self.index) if plan.policy.observes and rope is None else rope
         shared = self.cache.context_parallel
-        self.store = new_store(plan, key_states, value_states, self.sliding_window, rope, heads, shared, known)
+        self.store = LayerStore(plan, key_states, value_states, self.sliding_window, rope, heads, shared, known)
         self.store.record_past(self.record_past)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
@@ -185,7 +184,7 @@ class CompressedLayer(CacheLayerMixin):
         if store.rotary is None:
             rotary.note(0, store.num_tokens, store.padding)
         try:
-            x = keys[:, :, -n:].to(store.keys.dtype)
+            x = keys[:, :, -n:].to(store.recent.keys.dtype)
             if missing := -n % store.keys.codec.layout(x.shape[-1]).block_tokens:  # whole blocks are coded
                 x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
                 counts = torch.nn.functional.pad(counts, (0, missing))

@@ -31,7 +31,6 @@ from tersekv.models import pull as _pull
 from tersekv.models.convert import PackagedModel, config_of, quiet
 from tersekv.models.pull import Report
 
-DEFAULT = "smollm2"
 GGUF = "gguf-"
 """Prefix of the folders of converted GGUF files."""
 
@@ -243,9 +242,9 @@ def config_of_file(path: Path) -> Any:
         raise UserError(f"{path} is not a model's config.json: {said[:200]}") from error
 
 
-def load_tokenizer(name: str, report: Report | None = None) -> Any:
+def load_tokenizer(name: str) -> Any:
     """Return the model's tokenizer; download or convert the model first if that is not done yet."""
-    where = prepare(name, report)
+    where = prepare(name)
     with _explained(name, where), quiet():
         from transformers import AutoTokenizer
 

@@ -6,23 +6,23 @@ import copy
 import dataclasses
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from tersekv.cache.blocks import BlockBuffer
+from tersekv.cache.chosen_tokens import ChosenTokens
+from tersekv.cache.clusters import Clusters
+from tersekv.cache.exact_tokens import ExactTokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.pages import PageSizes, blank
-from tersekv.cache.pool import most_blocks
+from tersekv.cache.pages import blank
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.tail import TailBuffer
-from tersekv.layouts.base import Layout
+from tersekv.cache.sampled_tokens import Reservoir, SampledTokens
+from tersekv.cache.tier import Tier
 from tersekv.policies.base import Selection, two_rates
-from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.sizes.rate_allotment import evenly
 from tersekv.transforms.rope import Rope
@@ -110,7 +110,7 @@ def size(
             plan = evenly(plan, (shape.key_dim, shape.value_dim))
         low = lower_plan(plan, window)
         if isinstance(plan.policy, Selection) and window is None:
-            footprint, tiers = _selected(plan.policy, plan, low, shape, calls, batch, fullest)
+            footprint, tiers = _selected(plan, plan.policy, shape, calls, batch, fullest)
         else:
             key = plan._replace(layer=0, scores=None, rates=None), window
             if key not in held:
@@ -181,11 +181,7 @@ def _kept(
         if store.keeps_queries:
             store.keep(tokens(n, shape.query_heads, shape.key_dim))
         store.append(*both(n))
-    return store.footprint(), [tier.packed.tokens > 0 for tier in store.keys.tiers]
-
-
-def _flush(layouts: Iterable[Layout]) -> int:
-    return math.lcm(*(layout.block_tokens for layout in layouts))
+    return store.footprint(), [tier.tokens > 0 for tier in store.tiers]
 
 
 def lower_plan(plan: LayerPlan, window: int | None = None) -> LayerPlan | None:
@@ -209,162 +205,146 @@ def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Foot
 
 
 def _selected(
-    policy: Selection,
-    plan: LayerPlan,
-    low: LayerPlan | None,
-    shape: CacheShape,
-    calls: Calls,
-    batch: int,
-    fullest: bool,
+    plan: LayerPlan, policy: Selection, shape: CacheShape, calls: Calls, batch: int, fullest: bool
 ) -> tuple[Footprint, list[bool]]:
     """Return the same as `_kept` under a policy that evicts tokens.
 
-    low: the plan of the lower rate, or None. fullest: see `size`.
+    The policy says how many tokens the heads keep, and the layer's own store counts what holds them.
+    Heads are rows of a store with one head, because each is coded by itself.
+
+    fullest: see `size`.
     """
-    layouts, rows = layouts_of_heads(plan, shape), batch * shape.kv_heads
-    flush = _flush(layout for layout, _ in layouts)
-    dtype, dims = policy.exact_dtype(shape.dtype), shape.key_dim + shape.value_dim
+    rows = batch * shape.kv_heads
+    key = torch.empty((rows, 1, 0, shape.key_dim), dtype=shape.dtype, device="meta")
+    store = LayerStore(plan, key, key.new_empty((rows, 1, 0, shape.value_dim)))
+    chosen, flush = store.chosen[0], store.flush_tokens
     stays = policy.evicts == "never"  # generated tokens are never evicted
     seen = calls.prompt if stays else calls.prompt + calls.generated
     budget = policy.kept(seen, plan.layer, plan.layers)
     usual = min(policy.recent, policy.latest(budget))
-    like = torch.empty((batch, shape.kv_heads, 1, dims), dtype=dtype, device="meta")
     waits = 0 if policy.evicts == "step" else flush
-    recent, late, slack = _recent(min(seen, usual), usual, waits, flush, calls.generated if stays else 0)
-    footprint = Footprint()
-    _loose(footprint, recent, like)
-    footprint.parts["slack"] += like.nbytes * slack
-    chosen, tiers = min(seen, usual), [True]
-    if isinstance(policy, SubGen) and policy.samples:
-        sinks = min(policy.sinks, seen - chosen)
-        selection = _sampled(footprint, plan, shape, policy, budget, seen - chosen - sinks, batch) + 4 * sinks
+    late, recent, capacity = _recent(min(seen, usual), usual, waits, flush, calls.generated if stays else 0)
+    store.recent.hold(_blank(store.recent.buffers, capacity))
+    store.recent.tokens, slack, before = recent, 0, seen - min(seen, usual)
+    if isinstance(chosen, SampledTokens):
+        sinks = min(policy.sinks, before)
+        slack = _fill_sampled(chosen, budget, before - sinks)
+        _fill(None, chosen.loose[2], [], sinks, sinks)
     else:
-        sinks = min(policy.sinks, min(seen, budget) - chosen)
+        assert isinstance(chosen, ChosenTokens)
+        sinks = min(policy.sinks, min(seen, budget) - min(seen, usual))
         budgets = [budget]
         if policy.needs_scores and plan.scores is not None:
             budgets = policy.of_heads(budget, seen, plan.scores)[plan.layer].tolist()
-        pools = [min(seen, one) - chosen - sinks for one in budgets]  # of each head; all have the slots of the largest
-        rest = [0 if low is None else min(pool, policy.lower(n)) for pool, n in zip(pools, budgets, strict=True)]
-        high = [pool - lower for pool, lower in zip(pools, rest, strict=True)]
-        lower = None if low is None else layouts_of_heads(low, shape)
-        if fullest:
-            ahead = math.ceil(budget / 8) if policy.evicts_ahead else 0  # evicted down to 7/8, then filled again
-            slots = _fullest(footprint, layouts, max(high) + sinks, ahead, low is not None, like)
-            slots += 0 if lower is None else _fullest(footprint, lower, max(rest), ahead, False, like)
-        else:
-            slots = _pool(footprint, layouts, high, late, like)
-            slots += 0 if lower is None else _pool(footprint, lower, rest, 0, like)
-        tiers = [True] if low is None else [max(high) + late >= flush, max(rest) >= flush]
-        if fullest and policy.remembers and policy.evicts == "block":  # queries of tokens since the latest eviction
-            footprint.parts["selection"] += batch * shape.query_heads * shape.key_dim * flush * dtype.itemsize
-        selection = 4 * (slots + sinks) * (2 if policy.remembers else 1)
-        selection += 4 * recent if policy.remembers else 0
-    footprint.parts["selection"] += rows * selection
-    footprint.parts["exact sinks"] = rows * sinks * dims * dtype.itemsize
-    return footprint, tiers
+        kept = [min(seen, one) - min(seen, usual) - sinks for one in budgets]  # all heads have the slots of the largest
+        low = [min(n, policy.lower(one)) if store.tiers[1:] else 0 for n, one in zip(kept, budgets, strict=True)]
+        each = [n - lower for n, lower in zip(kept, low, strict=True)], low
+        ahead = math.ceil(budget / 8) if policy.evicts_ahead else 0  # evicted down to 7/8, then filled again
+        for i, (tier, loose) in enumerate(zip(store.tiers, chosen.loose, strict=True)):
+            first = 0 if i else sinks
+            if fullest:
+                slack += _fill_most(tier, loose, max(each[i]) + first, ahead, tier is not store.tiers[-1], first)
+            else:
+                _fill_pool(tier, loose, each[i], 0 if i else late, first)
+        if policy.remembers:
+            chosen.tail_votes = chosen.tail_votes.new_empty((rows, 1, recent))
+        if fullest and chosen.keeps_queries:  # of tokens since the latest eviction
+            chosen.queries = chosen.queries.new_empty((batch, shape.query_heads, flush, shape.key_dim))
+    footprint = store.footprint()
+    of_sinks = sum(rows * sinks * x.shape[3] * x.element_size() for x in store.recent.buffers)
+    for part, held in (("exact sinks", of_sinks), ("exact window", -of_sinks), ("slack", slack)):
+        footprint.parts[part] += held
+    return footprint, [tier.tokens > 0 for tier in store.tiers]
 
 
 @functools.lru_cache(maxsize=256)
 def _recent(tokens: int, usual: int, waits: int, flush: int, generated: int) -> tuple[int, int, int]:
-    """Return the tokens of a recent window, those that have left it, and those that it has room for.
+    """Return the tokens that have left a recent window, those in it, and those that it has memory for.
 
     tokens: of the prompt. usual: most tokens before `waits` others wait for a block of `flush`.
     generated: tokens that enter one by one.
     """
     one = torch.empty((1, 1, 1, 1), device="meta")
-    tail, late = TailBuffer(1, 1, 1, one.dtype, one.device, usual + waits), 0
-    tail.append(one.expand(-1, -1, tokens, -1))
+    recent, late = ExactTokens([one], usual + waits), 0
+    recent.append([one.expand(-1, -1, tokens, -1)])
     for _ in range(generated):
-        leave = max(0, tail.tokens + 1 - usual) // flush * flush
+        leave = max(0, recent.tokens + 1 - usual) // flush * flush
         late += leave
-        tail.drop_front(leave)
-        tail.append(one)
-    return tail.tokens, late, tail.capacity - tail.tokens
+        recent.drop_front(leave)
+        recent.append([one])
+    return late, recent.tokens, recent.capacity
 
 
-def layouts_of_heads(plan: LayerPlan, shape: CacheShape) -> list[tuple[Layout, int]]:
-    """Return the layouts of both sides with their head dims, if heads store different tokens."""
-    plan = plan.per_head()
-    return [(plan.keys.layout(shape.key_dim), shape.key_dim), (plan.values.layout(shape.value_dim), shape.value_dim)]
+def _blank(like: list[Tensor], n: int) -> list[Tensor]:
+    """Return tensors for n tokens."""
+    return [x.new_empty((*x.shape[:2], n, x.shape[3])) for x in like]
 
 
-def _pool(footprint: Footprint, layouts: list[tuple[Layout, int]], heads: list[int], late: int, like: Tensor) -> int:
-    """Count the chosen tokens of a pool, and return its slots.
+def _fill(tier: Tier | None, loose: ExactTokens, added: list[int], exact: int, slots: int) -> None:
+    """Let a tier hold tokens that are packed in calls of so many, whole blocks, and `exact` loose tokens.
 
-    heads: tokens chosen of the prompt by each head. late: generated tokens added one block at a time.
-    like: an exact token [B, H, 1, D], without content.
+    slots: number of slots of both.
     """
-    flush = _flush(layout for layout, _ in layouts)
-    blocks, loose = max(n // flush for n in heads), max(n % flush for n in heads)
-    added = [blocks * flush, *[flush] * ((loose + late) // flush)]
-    _packed(footprint, layouts, added, like)
-    _loose(footprint, (loose + late) % flush, like)
-    return sum(added) + (loose + late) % flush
-
-
-def _packed(footprint: Footprint, layouts: list[tuple[Layout, int]], added: list[int], like: Tensor) -> None:
-    """Count packed tokens that are added in calls of so many, whole blocks."""
-    sizes = PageSizes(_flush(layout for layout, _ in layouts))
-    heads = like.shape[0] * like.shape[1]  # each is coded by itself
-    for layout, _ in layouts:
-        buffer = BlockBuffer(layout, heads, 1, like.device, sizes)
+    for side in () if tier is None else tier.sides:
+        layout, (rows, heads) = side.packed.layout, side.shape[:2]
         for tokens in filter(None, added):
-            buffer.append(blank(layout, heads, 1, tokens // layout.block_tokens, like.device))
-        buffer.count(footprint)
+            side.packed.append(blank(layout, rows, heads, tokens // layout.block_tokens, "meta"))
+    loose.hold(_blank(loose.buffers, exact))
+    loose.slots.resize(slots)
 
 
-def _loose(footprint: Footprint, tokens: int, like: Tensor) -> None:
-    """Count exact tokens that fill no block."""
-    footprint.parts["exact window"] += like.nbytes * tokens
+def _fill_pool(tier: Tier, loose: ExactTokens, heads: list[int], late: int, sinks: int) -> None:
+    """Let heads hold tokens of one rate.
+
+    heads: tokens chosen of the prompt by each head, without sinks. late: generated tokens added one
+    block at a time.
+    """
+    t = tier.block
+    left = max(n % t for n in heads)
+    added = [max(n // t for n in heads) * t, *[t] * ((left + late) // t)]
+    exact = (left + late) % t + sinks
+    _fill(tier, loose, added, exact, sum(added) + exact)
 
 
-def _most(footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, like: Tensor) -> None:
-    """Count the upper bound for at most so many tokens.
+def _fill_most(tier: Tier, loose: ExactTokens, tokens: int, ahead: int, demotes: bool, sinks: int) -> int:
+    """Let heads hold the most slots that so many tokens of one rate can have. Return bytes of slack to add.
+
+    ahead: tokens that may be added before it evicts. demotes: tokens move to another rate, a block at
+    a time.
+    """
+    t = tier.block
+    blocks = tier.most_blocks(tokens + demotes * t) + 1
+    blocks += math.ceil(ahead / t) + 1 if ahead else 0
+    return _fill_any(tier, loose, blocks * t, t + sinks, (blocks + 2) * t + sinks)
+
+
+def _fill_any(tier: Tier, loose: ExactTokens, tokens: int, more: int, slots: int) -> int:
+    """Let heads hold at most so many tokens, and `more` exact ones. Return bytes of slack to add.
 
     Any number of them may fill no block, and a page may have only one block in use.
     """
-    flush = _flush(layout for layout, _ in layouts)
-    packed, sizes = tokens // flush * flush, PageSizes(flush)
-    _packed(footprint, layouts, [packed], like)
-    if packed:
-        spare = sizes.next(flush, packed) - flush - sizes.slack(packed)
-        spare_bytes = sum(spare * layout.block_bytes() / layout.block_tokens for layout, _ in layouts)
-        footprint.parts["slack"] += math.ceil(spare_bytes * like.shape[0] * like.shape[1])
-    _loose(footprint, min(tokens, flush - 1), like)
+    t, sizes = tier.block, tier.keys.packed.sizes
+    packed = tokens // t * t
+    _fill(tier, loose, [packed], min(tokens, t - 1) + more, slots)
+    spare = sizes.next(t, packed) - t - sizes.slack(packed) if packed else 0
+    layouts = [side.packed.layout for side in tier.sides]
+    spare_bytes = sum(spare * layout.block_bytes() / layout.block_tokens for layout in layouts)
+    return math.ceil(spare_bytes * tier.keys.shape[0])
 
 
-def _fullest(
-    footprint: Footprint, layouts: list[tuple[Layout, int]], tokens: int, ahead: int, demotes: bool, like: Tensor
-) -> int:
-    """Count the upper bound of a pool that keeps so many tokens per head, and return its slots.
-
-    ahead: tokens that may be added before it evicts. demotes: its tokens move to another pool, a block at a time.
-    """
-    flush = _flush(layout for layout, _ in layouts)
-    blocks = most_blocks([layout for layout, _ in layouts], tokens + demotes * flush, flush) + 1
-    blocks += math.ceil(ahead / flush) + 1 if ahead else 0
-    _most(footprint, layouts, blocks * flush, like)
-    _loose(footprint, flush, like)
-    return (blocks + 2) * flush
-
-
-def _sampled(
-    footprint: Footprint, plan: LayerPlan, shape: CacheShape, policy: SubGen, budget: int, stream: int, batch: int
-) -> int:
-    """Count the upper bound of the sketches of `stream` tokens. Return the bytes of a head's selection.
+def _fill_sampled(chosen: SampledTokens, budget: int, stream: int) -> int:
+    """Let sketches hold the most that `stream` tokens can leave in them. Return bytes of slack to add.
 
     It assumes that all samples differ, and that the maximum number of clusters exists. With a given
     δ, a stream can have more clusters than that.
     """
+    policy, like = chosen.subgen, chosen.recent.buffers[0]
     s, m = policy.sizes(budget)
     values, clusters = min(s, stream), min(m, stream)
     keys = min(clusters * policy.slots, stream)
-    layouts, dtype = layouts_of_heads(plan, shape), policy.exact_dtype(shape.dtype)
-    both = torch.empty((batch, shape.kv_heads, 1, shape.key_dim + shape.value_dim), dtype=dtype, device="meta")
-    key = both[..., : shape.key_dim]
-    _most(footprint, layouts, values, both)
-    _most(footprint, layouts[:1], keys, key)
-    _loose(footprint, clusters, key)
-    # position, norm, weight; position, weight; slots and μ; members and slots; δ and the longest
-    # value
-    return 12 * values + 8 * keys + 4 * s + 8 + 4 * clusters * (1 + policy.slots) + 8
+    chosen.reservoir = Reservoir.empty(len(like), 1, s, like.device)
+    none = Clusters.empty(like, policy.slots, policy.delta, None)
+    centers, members, slots = (x.new_empty((*x.shape[:2], clusters, *x.shape[3:])) for x in none[:3])
+    chosen.clusters = none._replace(centers=centers, members=members, slots=slots)
+    each = zip(chosen.tiers, chosen.loose, (values, keys), strict=False)
+    return sum(_fill_any(tier, loose, n, 0, n) for tier, loose, n in each)
