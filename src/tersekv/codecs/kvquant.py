@@ -264,9 +264,11 @@ class KVQuant(Codec):
     def _within_share(self, excess: Tensor, outlier: Tensor) -> Tensor:
         """Keep the most extreme outliers of each token, so that they are at most the share: quantiles round up at both
         ends, and 1 % of 128 values would be two of them."""
-        vectors = [x if self.per_head else x.transpose(1, 2).flatten(2) for x in (excess, outlier)]
-        kept = largest(*vectors, whole_share(self.outliers, vectors[0].shape[-1]))
-        return kept if self.per_head else kept.unflatten(2, (excess.shape[1], -1)).transpose(1, 2)
+        if self.per_head:
+            return largest(excess, outlier, whole_share(self.outliers, outlier.shape[-1]))
+        excess, chosen = (x.transpose(1, 2).flatten(2) for x in (excess, outlier))
+        kept = largest(excess, chosen, whole_share(self.outliers, chosen.shape[-1]))
+        return kept.unflatten(2, (outlier.shape[1], -1)).transpose(1, 2)
 
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors."""
@@ -315,8 +317,10 @@ class KVQuant(Codec):
         if self.outliers and self.room:
             planes |= sparse_block_planes(self.places(head_dim), head_dim)
         elif self.outliers:
-            planes |= sparse_planes(self.outliers * head_dim, head_dim)
-            if self.axis == "token" and not self._of_matrix and not self.cap:
+            of_tokens = self.axis == "token" and not self._of_matrix
+            share = whole_share(self.outliers, head_dim) if of_tokens and self.per_head else self.outliers * head_dim
+            planes |= sparse_planes(share, head_dim)
+            if of_tokens and not self.per_head and not self.cap:
                 planes = {
                     name: spec if spec.ragged is None else dataclasses.replace(spec, share=(self.outliers, head_dim))
                     for name, spec in planes.items()
