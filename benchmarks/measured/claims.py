@@ -13,8 +13,12 @@ def _ablation(where: str, says: str, first: str, second: str) -> Claim:
     return Claim("qjl", where, says, "ablations", first, second, ("2048",), "kl")
 
 
-def _alike(where: str, says: str, first: str, second: str) -> Claim:
-    return Claim("qjl", where, says, "like-for-like", first, second, ("2048",), "kl")
+def _alike(where: str, says: str, first: str, second: str, *recipes: str) -> Claim:
+    """recipes: of the rows, to compare the samples of `recipes.jsonl` where they are."""
+    alike = Claim("qjl", where, says, "like-for-like", first, second, ("2048",), "kl")
+    return (
+        Claim("qjl", where, says, "recipes.jsonl", *recipes, ("divergence",), "kl", more=(alike,)) if recipes else alike
+    )
 
 
 def _perplexity(table: str, says: str, first: str, second: str, *columns: str, margin: float = 0.0) -> Claim:
@@ -50,7 +54,7 @@ CLAIMS = {
         _ablation("Llama-3 setting", "M = 750 without outlier channels diverges less than M = 2·D with 8",
                   "no outliers, M = 750, all layers alike", QJL),
         _alike("Table 1 (KL here)", "QJL as published diverges less than KIVI with 3.00 bits", "QJL as published",
-               "KIVI, 3.00 bits"),
+               "KIVI, 3.00 bits", "qjl", "kivi:bits=2"),
         _alike("Table 1 (KL here)", "QJL with 3.00 bits diverges less than KIVI with 3.00",
                "QJL, 3.00 bits, rows 64 + 96", "KIVI, 3.00 bits"),
         Claim("qjl", "Table 1", "LongBench: QJL answers better than KIVI"),
@@ -103,9 +107,12 @@ CLAIMS = {
         _needles("rotated recalls more than PyramidKV", "PolarQuant, rotated", "PyramidKV"),
         _needles("PyramidKV recalls more than SnapKV", "PyramidKV", "SnapKV"),
         Claim("polarquant", "Table 1", "LongBench: rotated answers better than not rotated, and than KIVI"),
-        Claim("polarquant", "§4.1 (perplexity here)", "rotated is better than not rotated", "quality.jsonl",
-              "polarquant", "polarquant:rotation=none", ("perplexity;mode=simulate",)),
-        Claim("polarquant", "§4.1 (perplexity here)", "online codebooks are better than offline ones", "quality.jsonl",
+        Claim("polarquant", "§4.1 (perplexity, KL)", "rotated is better than not rotated", "quality.jsonl",
+              "polarquant", "polarquant:rotation=none", ("perplexity;mode=simulate",),
+              more=(_alike("", "", "PolarQuant", "PolarQuant, not rotated"),)),
+        _alike("Figure 3 (KL here)", "rotated diverges less than KIVI with 2 bits", "PolarQuant", "KIVI, 3.00 bits",
+               "polarquant", "kivi:bits=2"),
+        Claim("polarquant", "§4.1 (perplexity)", "online codebooks are better than offline ones", "quality.jsonl",
               "polarquant:codebook=online", "polarquant", ("perplexity;mode=simulate",)),
         Claim("polarquant", "Table 2", "generates faster than KIVI", "table2", "PolarQuant, offline", "KIVI, 2 bits",
               ("generation, s",), "seconds"),

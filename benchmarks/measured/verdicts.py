@@ -38,6 +38,7 @@ class Claim:
     - first, second: rows. The claim is that the first is better, or with a margin that they differ by less than it.
       A margin is a share of relative metrics.
     - columns: of the experiment. other: columns of the second row, if they differ.
+    - more: the same claim in other records, for models that these lack.
     """
 
     paper: str
@@ -50,6 +51,7 @@ class Claim:
     metric: str = "perplexity_ratio"
     margin: float = 0.0
     other: tuple[str, ...] = ()
+    more: tuple[Claim, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Difference:
     p: float
     holds: bool | None
     paired: bool
+    relative: bool
 
 
 def t_tail(t: float, df: int) -> float:
@@ -99,6 +102,7 @@ def judged(claim: Claim, model: str, differences: Sequence[float]) -> Difference
 def _judged(
     claim: Claim, model: str, n: int, mean: float, stderr: float, df: int, paired: bool, p: float | None = None
 ) -> Difference:
+    relative = claim.metric.startswith(RELATIVE)
     beyond = mean if not claim.margin else abs(mean) - claim.margin
     if p is None:
         known = math.isfinite(stderr) and df > 0
@@ -111,11 +115,19 @@ def _judged(
         holds = True if p < LEVEL else False if p > 1 - LEVEL else None
     elif p < LEVEL:
         holds = (mean > 0) == (claim.metric in HIGHER_IS_BETTER)
-    return Difference(model, n, mean, stderr, min(p, 1 - p) if claim.margin else p, holds, paired)
+    return Difference(model, n, mean, stderr, min(p, 1 - p) if claim.margin else p, holds, paired, relative)
 
 
 def differences(claim: Claim) -> list[Difference]:
-    """Return the differences of all models with records, in the order of the records."""
+    """Return the differences of all models with records, once per model, in the order of the records."""
+    found: dict[str, Difference] = {}
+    for one in (claim, *claim.more):
+        for difference in _differences(one):
+            found.setdefault(MODELS.get(difference.model, difference.model), difference)
+    return list(found.values())
+
+
+def _differences(claim: Claim) -> list[Difference]:
     if not claim.experiment:
         return []
     if claim.experiment.endswith(".jsonl"):
@@ -194,15 +206,14 @@ def line(claim: Claim) -> list[str]:
     words = {True: "holds", False: "fails", None: "open"}
     models = "; ".join(f"{name}: {words[one.holds]}" for name, one in zip(names, found, strict=True))
     cells = [
-        "; ".join(cell(one) for one in found)
-        for cell in (lambda one: f"{one.n}", lambda one: _difference(claim, one), lambda one: _p(one.p))
+        "; ".join(cell(one) for one in found) for cell in (lambda one: f"{one.n}", _difference, lambda one: _p(one.p))
     ]
     return [claim.where, claim.says, models, *cells, f"**{verdict(found)}**"]
 
 
-def _difference(claim: Claim, one: Difference) -> str:
+def _difference(one: Difference) -> str:
     mean, stderr, unit = one.mean, one.stderr, ""
-    if claim.metric.startswith(RELATIVE):
+    if one.relative:
         mean, unit = 100 * math.expm1(one.mean), " %"
         stderr = 100 * math.exp(one.mean) * one.stderr
     digits = 0 if abs(mean) >= 100 else 1 if unit else 3
