@@ -20,13 +20,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import recorded
 from experiments import kvquant, kvquant_tables, polarquant, qjl, subgen
 from experiments.base import Experiment, OutOfTimeError, Result, Setting
 from measured.base import MODELS, Section, wrapped
 from recorded import add_models, markdown
+from tersekv.cli.installation import run_header
 from tersekv.errors import UserError
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.records import versions
@@ -40,10 +39,12 @@ PAPERS: dict[str, tuple[str, dict[str, Experiment]]] = {
 RECORDS = recorded.RECORDS / "papers"
 NAMES = {"accuracy": "accuracy", "recall": "recall", "gold_nll": "NLL of the answer (nats per token)"}
 NAMES |= {"kl": "KL divergence (nats)", "perplexity_ratio": "perplexity / full"}
-SHARED = ("paper", "model", "dtype", "options", "threads", "versions")
+SHARED = ("command", "commit", "cpu", "isa", "paper", "model", "dtype", "options", "threads", "versions")
 """Fields of the headers of records."""
-ROWS = {"default": "trellis, 3 bits, an earlier version"}
+ROWS = {"default": "trellis, 3 bits, an earlier version", "HeadKV": "HeadKV, budget .25: half of the bytes"}
 """Names of rows that mean something else today."""
+FEWEST = 5
+"""Cells with fewer samples are not printed, unless the experiment wants no more."""
 MOST_COLUMNS = 7
 """Tables with more columns than this, and than rows, are turned."""
 Line = dict[str, Any]
@@ -53,8 +54,8 @@ Line = dict[str, Any]
 def lines_of(paper: str, table: str, setting: Setting, results: Iterable[Result]) -> list[Line]:
     """Return the records of results."""
     model: Line = {"model": setting.model, "dtype": setting.dtype, "options": setting.options}
-    model["threads"] = torch.get_num_threads()
-    return [{"paper": paper, "table": table, **model, **asdict(r), "versions": versions()} for r in results]
+    about = {name: value for name, value in run_header().items() if name != "flags"}
+    return [{**about, "paper": paper, "table": table, **model, **asdict(r), "versions": versions()} for r in results]
 
 
 def read_lines(paper: str) -> list[Line]:
@@ -94,7 +95,7 @@ def _table(lines: Sequence[Line], metrics: Sequence[str]) -> str:
 
     def cell(row: str, column: str) -> str:
         first, *more = (_cell(cells.get((row, column, metric))) for metric in metrics)
-        return first if more in ([], ["–"]) else f"{first} ({more[0]})"
+        return first if more in ([], ["–"], [first]) else f"{first} ({more[0]})"
 
     grid = [["", *columns], *([ROWS.get(row, row), *(cell(row, column) for column in columns)] for row in rows)]
     if any(r["bits"] for r in lines):
@@ -130,6 +131,8 @@ def _samples(lines: Sequence[Line]) -> str:
 def _cell(line: Line | None) -> str:
     if line is None:
         return "–"
+    if line["samples"] < min(FEWEST, line["wanted"]):
+        return f"n = {line['samples']}"
     mean = line["mean"]
     text = f"{mean:.3f}" if abs(mean) < 10 else f"{mean:.2f}" if abs(mean) < 100 else f"{mean:,.0f}"
     return text if line["stderr"] is None else f"{text} ± {line['stderr']:.{2 if mean < 10 else 1}g}"

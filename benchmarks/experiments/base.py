@@ -104,7 +104,8 @@ class Result:
     """One number of an experiment.
 
     stderr: standard error, None for one sample. bits, bytes: of the cache, everything counted. wanted:
-    number of samples of the full experiment.
+    number of samples of the full experiment. values: of each sample, in the same order for all rows of a column; of
+    perplexities and their ratios the logarithm of the perplexity.
     """
 
     row: str
@@ -117,6 +118,7 @@ class Result:
     bits: float | None = None
     bytes: int | None = None
     recipe: str = ""
+    values: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -237,7 +239,9 @@ class Questions(Experiment):
             error = math.sqrt(sum(x * x for x in errors)) / n if len(errors) == n else None
             mean, bits = (sum(x) / n for x in (([r.mean for r in of]), [r.bits or 0.0 for r in of]))
             fewest = min(r.samples for r in of)
-            yield replace(of[0], column="mean", mean=mean, stderr=error, samples=fewest, bits=bits, bytes=None)
+            yield replace(
+                of[0], column="mean", mean=mean, stderr=error, samples=fewest, bits=bits, bytes=None, values=()
+            )
 
     def _column(self, label: str, task: Task, records: Sequence[Record], rows: dict[str, str]) -> Iterator[Result]:
         by_recipe: dict[str, dict[str, Record]] = {}
@@ -258,7 +262,8 @@ class Questions(Experiment):
                 if math.isfinite(mean):
                     error = stderr if math.isfinite(stderr) else None
                     wanted = max(self.samples, len(ours))
-                    yield Result(name, label, metric, mean, error, len(ours), wanted, bits, held, rows[name])
+                    values = values_of(metric, ours)
+                    yield Result(name, label, metric, mean, error, len(ours), wanted, bits, held, rows[name], values)
 
     def _fits(self, column: Column, run: Harness) -> bool:
         """True if the model's context is long enough for a column."""
@@ -351,6 +356,13 @@ def calibrated(recipes: Sequence[str], setting: Setting, corpus: Corpus = KVQUAN
         if status:
             raise UserError("the calibration failed; its message is above")
     return folder
+
+
+def values_of(metric: str, ours: Sequence[Record]) -> tuple[float, ...]:
+    """Return the metric of each sample, see `Result`; none if a sample lacks it."""
+    name = "nll" if metric.startswith("perplexity") else metric
+    found = [record["metrics"].get(name) for record in ours]
+    return () if None in found else tuple(float(f"{x:.6g}") for x in found)
 
 
 def _metrics(record: Record) -> dict[str, float]:

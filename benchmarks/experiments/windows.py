@@ -8,12 +8,12 @@ and calibrations, so that a recipe is evaluated once.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from experiments.base import KVQUANT_CORPUS, Corpus, Experiment, Result, Setting, calibrated
+from experiments.base import KVQUANT_CORPUS, Corpus, Experiment, Result, Setting, calibrated, values_of
 from tersekv.codecs import methods
 from tersekv.lab.evals.harness import Harness, Progress
 from tersekv.lab.evals.options import build
@@ -56,6 +56,9 @@ class Windows(Experiment):
     """Perplexities of cells, and their ratios to the full cache on the same windows.
 
     samples: windows of 2,048 tokens. Cells with another context read as many tokens.
+
+    Options make a run cheaper than the paper's: `context`, tokens per window, and `calibration`, for example 4x512
+    for four samples of 512.
     """
 
     cells: tuple[Cell, ...] = ()
@@ -105,7 +108,7 @@ class Windows(Experiment):
 
     def _chosen(self, setting: Setting) -> list[Cell]:
         return [
-            cell
+            _cheaper(cell, setting.options)
             for cell in self.cells
             if (not setting.rows or cell.row in setting.rows) and (not setting.values or cell.column in setting.values)
         ]
@@ -147,7 +150,13 @@ def _results(
     for metric in METRICS if name != FULL else METRICS[:1]:
         mean, stderr = summary[metric]
         error = stderr if metric == "perplexity_ratio" and math.isfinite(stderr) else None
-        yield Result(row, column, metric, mean, error, len(ours), wanted, bits, held, name)
+        yield Result(row, column, metric, mean, error, len(ours), wanted, bits, held, name, values_of(metric, ours))
+
+
+def _cheaper(cell: Cell, options: Mapping[str, str]) -> Cell:
+    samples, _, length = options.get("calibration", "").partition("x")
+    corpus = replace(cell.corpus, samples=int(samples), length=int(length)) if length else cell.corpus
+    return replace(cell, corpus=corpus, context=int(options.get("context", cell.context)))
 
 
 def _options(context: int, sinks: int, windows: int) -> dict[str, str]:

@@ -87,7 +87,7 @@ def test_bytes_held_are_bits_declared(name, D):
             if spec.ragged is not None:
                 share = planes[key].numel() / x.numel()
                 declared = spec.block_bytes(3) / spec.dtype.itemsize / (layout.block_tokens * D)
-                assert share == declared if spec.ends else share <= declared + 4 / 256
+                assert share == declared if spec.share else share <= declared + 4 / 256
                 expected += (share - declared) * 8 * spec.dtype.itemsize
         assert held * 8 / x.numel() == pytest.approx(expected)
         tables = codec.table_bytes(D)

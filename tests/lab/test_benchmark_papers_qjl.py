@@ -34,6 +34,7 @@ def test_times_of_one_layer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert all(r.mean > 0 for r in found)
     held = {r.row: r.bits for r in found if r.column == "2k"}
     assert held.pop("exact") == pytest.approx(16)
+    assert held.pop("exact, our kernels") == pytest.approx(16, rel=0.05)
     assert all(3 < bits < 9 for bits in held.values())
     assert "exact" in papers.section("qjl", "figure3", papers.lines_of("qjl", "figure3", setting, found)).body
 

@@ -7,7 +7,8 @@ codebooks with sparse outliers.
 - Values: per token. Thresholds and range are those of the token itself, over all heads of a layer.
 - nuq (§3.3): per layer one codebook of 2^b entries for keys and one for values, from k-means with
   the weights of Eq. 7: Fisher information (squared gradient) times the squared scale of the element.
-- Outliers (§3.4): a share of .1, .5 or 1 % per vector, stored in 16 bits each (layout `sparse`).
+- Outliers (§3.4): a share of .1, .5 or 1 % per vector, stored in 16 bits each (layout `sparse`). A token's
+  values have a whole number of them, rounded down: 1 % of 128 values is one.
   With `room` (ours) each block of 32 tokens and head has places for equally many. The most extreme
   outliers of a block get them, and the others are clamped to the thresholds.
 - Q-Norm (§3.6 of an earlier version): the decoding codebook has the activations' mean and deviation.
@@ -40,7 +41,7 @@ from tersekv.codecs.codebooks.fixed import fixed_table
 from tersekv.codecs.codebooks.kmeans import weighted_codebook
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, Sum, View
+from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, Sum, View, whole_share
 from tersekv.layouts.grid import Grid, GridView, nearest_code, per_row, round_scale
 from tersekv.layouts.sparse import (
     MAX_CHANNELS,
@@ -246,6 +247,8 @@ class KVQuant(Codec):
                 q.view(len(x), 1, -1, 1) for q in backends.quantiles(x.transpose(1, 2).flatten(2), self.outliers)
             )
         outlier = (x < low) | (x > high) if self.outliers else torch.zeros_like(x, dtype=torch.bool)
+        if self.outliers and self.axis == "token" and not self._of_matrix:
+            outlier = self._within_share(torch.maximum(low - x, x - high), outlier)
         if self.cap:
             outlier = largest(torch.maximum(low - x, x - high), outlier, self.cap)
         if self.outliers and self.room:
@@ -257,6 +260,15 @@ class KVQuant(Codec):
             low, high = (torch.where(rest.isfinite(), rest, 0.0) for rest in (rest_low, rest_high))
         scale, middle = (high - low) / 2, (high + low) / 2
         return _stored(scale).float(), _stored(middle).float(), outlier
+
+    def _within_share(self, excess: Tensor, outlier: Tensor) -> Tensor:
+        """Keep the most extreme outliers of each token, so that they are at most the share: quantiles round up at both
+        ends, and 1 % of 128 values would be two of them."""
+        if self.per_head:
+            return largest(excess, outlier, whole_share(self.outliers, outlier.shape[-1]))
+        excess, chosen = (x.transpose(1, 2).flatten(2) for x in (excess, outlier))
+        kept = largest(excess, chosen, whole_share(self.outliers, chosen.shape[-1]))
+        return kept.unflatten(2, (outlier.shape[1], -1)).transpose(1, 2)
 
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors."""
@@ -305,10 +317,12 @@ class KVQuant(Codec):
         if self.outliers and self.room:
             planes |= sparse_block_planes(self.places(head_dim), head_dim)
         elif self.outliers:
-            planes |= sparse_planes(self.outliers * head_dim, head_dim)
-            if self.axis == "token" and not self._of_matrix and not self.cap:
+            of_tokens = self.axis == "token" and not self._of_matrix
+            share = whole_share(self.outliers, head_dim) if of_tokens and self.per_head else self.outliers * head_dim
+            planes |= sparse_planes(share, head_dim)
+            if of_tokens and not self.per_head and not self.cap:
                 planes = {
-                    name: spec if spec.ragged is None else dataclasses.replace(spec, ends=(self.outliers, head_dim))
+                    name: spec if spec.ragged is None else dataclasses.replace(spec, share=(self.outliers, head_dim))
                     for name, spec in planes.items()
                 }
         return Layout(layout.block_tokens, planes)

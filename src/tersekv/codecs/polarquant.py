@@ -153,7 +153,7 @@ class PolarQuant(Codec):
         if not self.weighted or not bool(weight.any()):
             weight = torch.ones_like(weight)
         weight = weight.clamp_min(LEAST_WEIGHT * float(weight.mean()))
-        return torch.from_numpy(kmeans(angle.cpu().numpy(), 2**bits, weight.cpu().numpy(), self.seed)).float()
+        return torch.from_numpy(kmeans(angle.cpu().numpy(), 2**bits, weight.cpu().numpy())).float()
 
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors."""

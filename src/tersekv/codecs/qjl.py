@@ -13,9 +13,11 @@ authors reuse the first rows of S. `outliers_per=group` chooses the channels for
 the authors' code does, and stores their indices.
 
 The authors' setting for head dim 128: M = 256 and an outlier sketch of 256; M = 512 and 128 in the
-first 15 layers; values with 2 bits in groups of 32. The recipe `qjl` uses this setting at any head
-dim, with M = 2·D in place of 256. Stored bits per key element at D = 128: 4.25 (5.25 in the first
-layers); with `outliers_per=group` 4.27 (5.27). The mean of keys and values over 32 layers is 3.86.
+first 15 of 32 layers; values with 2 bits in groups of 32. The recipe `qjl` uses this setting at any
+head dim, with M = 2·D in place of 256, and for the first 15 layers at any depth: they are 15 of 18
+in Gemma 3 270M, where `initial_layers=8` is the authors' share. Stored bits per key element at
+D = 128: 4.25 (5.25 in the first layers); with `outliers_per=group` 4.27 (5.27). The mean of keys
+and values over 32 layers is 3.86.
 
 Good for: results of the paper, and unbiased scores.
 Bad for: quality: on a small model one token in five changes with 5 bits.

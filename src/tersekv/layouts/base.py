@@ -30,6 +30,11 @@ PackedTensors = dict[str, Tensor]
 BLOCK_TOKENS = 32
 
 
+def whole_share(share: float, elements: int) -> int:
+    """Return the largest number of elements that is at most a share of them."""
+    return int(share * elements + 1e-6)
+
+
 @dataclass(frozen=True)
 class PlaneSpec:
     """One packed tensor: its shape and dtype per block, and its part of the footprint.
@@ -39,9 +44,8 @@ class PlaneSpec:
         tensor is a list with a variable number of entries, [entries], ordered by block, batch row,
         head. A layout with ragged tensors also has one named `…_starts`, int32 [B, H, N], with the
         first entry of each block.
-    ends: (share, elements per head) if the entries are the outliers beyond two quantiles of each
-        token's vector over all heads. Their number is rounded up at both ends, so short vectors
-        have more than the share.
+    share: (share, elements per head) if the entries are at most this share of each token's vector
+        over all heads (`whole_share`).
     channels: number of channels, if the elements contain channel indices.
     channel_bits: number of low bits of an element that hold the channel index. None means all bits.
     token_axis: axis of `shape` with an element, or several, for each of the block's tokens. None if
@@ -53,7 +57,7 @@ class PlaneSpec:
     kind: Kind
     shared: bool = False
     ragged: float | None = None
-    ends: tuple[float, int] | None = None
+    share: tuple[float, int] | None = None
     channels: int | None = None
     channel_bits: int | None = None
     token_axis: int | None = None
@@ -61,9 +65,9 @@ class PlaneSpec:
     def block_bytes(self, heads: int = 1) -> float:
         """Return the bytes of one block per head, for a layer with `heads` heads."""
         per_block = math.prod(self.shape) if self.ragged is None else self.ragged
-        if self.ends is not None:
-            share, elements = self.ends
-            per_block = BLOCK_TOKENS * 2 * math.ceil(share / 2 * (elements * heads - 1)) / heads
+        if self.share is not None:
+            share, elements = self.share
+            per_block = BLOCK_TOKENS * whole_share(share, elements * heads) / heads
         return per_block * self.dtype.itemsize / (heads if self.shared else 1)
 
 

@@ -2,12 +2,14 @@
 
 In one dimension clusters are intervals of the sorted samples. For few samples the optimum is found
 exactly by dynamic programming over the intervals' ends, O(k·n·log n) (Wu 1991; Grønlund et al.,
-arXiv 1701.07204). Otherwise k-means++ seeding (Arthur and Vassilvitskii 2007) runs several times,
-followed by Lloyd's iteration. Each of its steps costs O(k·log n) with prefix sums.
+arXiv 1701.07204). Many samples are first put into at most EXACT_SAMPLES groups of neighbours. The
+groups' optimum is where Lloyd's iteration over all samples starts. Each of its steps costs
+O(k·log n) with prefix sums. Random seeding (k-means++) is not used, because its local optima have
+up to 20 % more error where a few samples have most of the weight.
 
 More than BINS samples are put into bins of equal width instead of being sorted. Each bin counts as
 its mean. A codebook entry is then off by at most a bin's width, 4·10⁻⁶ of the samples' range. Equal
-samples and equal seeds give equal codebooks.
+samples give equal codebooks.
 """
 
 from __future__ import annotations
@@ -22,19 +24,11 @@ from tersekv.kernels.encode_grid import nearest_code
 Array = NDArray[np.float64]
 
 EXACT_SAMPLES = 4096
-"""Maximum number of distinct samples for which the optimum is found exactly."""
-
-SEEDED_SAMPLES = 1 << 16
-"""Maximum number of distinct samples among which seeds are drawn.
-
-Of more samples, groups of neighbours are seeded. Only the last run of Lloyd's iteration sees every
-sample.
-"""
+"""Maximum number of distinct samples, or groups of samples, for which the optimum is found exactly."""
 
 BINS = 1 << 18
 """Maximum number of samples that are sorted."""
 
-RESTARTS = 4
 LEAST_WEIGHT = 1e-9
 MAX_STEPS = 300
 
@@ -57,9 +51,17 @@ class Sorted:
         )
 
     def grouped(self, groups: int) -> Sorted:
-        """Replace the samples by at most `groups` means of neighbours of about equal weight."""
-        ends = np.searchsorted(self.sum_w, np.linspace(0, self.sum_w[-1], groups + 1)[1:-1])
-        edges = np.unique(np.concatenate([[0], ends, [len(self.x)]]))
+        """Replace the samples by at most `groups` means of neighbours.
+
+        A third of the groups' ends is at equal distances, because an error grows with the square of a group's width.
+        Another third is at equal weights and the last at equal counts, so that a far outlier or a heavy sample does
+        not leave too few groups.
+        """
+        ends = np.linspace(0, 1, groups // 3 + 1)[1:-1]
+        by_width = np.searchsorted(self.x, self.x[0] + ends * (self.x[-1] - self.x[0]))
+        by_weight = np.searchsorted(self.sum_w, ends * self.sum_w[-1])
+        by_count = (ends * len(self.x)).astype(np.int64)
+        edges = np.unique(np.concatenate([[0], by_width, by_weight, by_count, [len(self.x)]]))
         weight = np.diff(self.sum_w[edges])
         return Sorted(self.means(edges)[weight > 0], weight[weight > 0])
 
@@ -92,7 +94,7 @@ class Sorted:
         return np.concatenate([[0], inner, [len(self.x)]])
 
 
-def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: int = 0) -> Array:
+def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None) -> Array:
     """Return a codebook of k entries, ascending, float64, for samples [n].
 
     weights: [n], ≥ 0; 1 if not given. Weights below LEAST_WEIGHT of the largest count as 0, because
@@ -118,7 +120,7 @@ def kmeans(samples: ArrayLike, k: int, weights: ArrayLike | None = None, seed: i
         return np.full(k, low)
     # scaling keeps the precision of samples that hardly differ
     x = (x - low) / (high - low)
-    table = _table(Sorted(*(binned(x, w) if len(x) > BINS else (x, w))), k, seed)
+    table = _table(Sorted(*(binned(x, w) if len(x) > BINS else (x, w))), k)
     return np.sort(np.clip(table * (high - low) + low, low, high))
 
 
@@ -130,19 +132,13 @@ def binned(x: Array, weights: Array | None) -> tuple[Array, Array]:
     return s[w > 0] / w[w > 0], w[w > 0]
 
 
-def _table(points: Sorted, k: int, seed: int) -> Array:
+def _table(points: Sorted, k: int) -> Array:
     """Return entries for at least two distinct samples between 0 and 1."""
     if len(points.x) <= k:
         return np.concatenate([points.x, np.full(k - len(points.x), points.x[-1])])
     if len(points.x) <= EXACT_SAMPLES:
         return optimum(points, k)
-    generator = np.random.default_rng(seed)
-    if len(points.x) <= SEEDED_SAMPLES:
-        tables = [lloyd(points, plus_plus(points, k, generator)) for _ in range(RESTARTS)]
-        return min(tables, key=points.error)
-    groups = points.grouped(SEEDED_SAMPLES)
-    tables = [lloyd(groups, plus_plus(groups, k, generator)) for _ in range(RESTARTS)]
-    return lloyd(points, min(tables, key=groups.error))
+    return lloyd(points, _table(points.grouped(EXACT_SAMPLES), k))
 
 
 def optimum(points: Sorted, k: int) -> Array:
@@ -192,21 +188,6 @@ def _one_more_cluster(points: Sorted, best: Array) -> tuple[Array, NDArray[np.in
             np.concatenate([choice[middle][left], last[right]]),
         )
     return value, choice
-
-
-def plus_plus(points: Sorted, k: int, generator: np.random.Generator) -> Array:
-    """Return k-means++ seeds, ascending.
-
-    Each new seed is drawn with probability proportional to weight times squared distance to the
-    nearest seed so far.
-    """
-    chosen = [generator.choice(len(points.x), p=points.w / points.w.sum())]
-    distance = (points.x - points.x[chosen[0]]) ** 2
-    for _ in range(k - 1):
-        odds = points.w * distance
-        chosen.append(generator.choice(len(points.x), p=odds / odds.sum()))
-        distance = np.minimum(distance, (points.x - points.x[chosen[-1]]) ** 2)
-    return np.sort(points.x[chosen])
 
 
 def lloyd(points: Sorted, table: Array) -> Array:

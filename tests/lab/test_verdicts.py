@@ -1,0 +1,85 @@
+"""Verdicts on the papers' claims: tests of differences, and what two of three models decide."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from conftest import benchmark
+
+benchmark("pages")
+from measured import claims, verdicts  # noqa: E402  (the folder of the benchmarks is on the path now)
+
+BETTER = verdicts.Claim("kvquant", "Table 1", "a is better than b", "t", "a", "b", ("c",), "kl")
+WITHIN = verdicts.Claim("kvquant", "Table 1", "a and b are within .1", "t", "a", "b", ("c",), "kl", 0.1)
+FOUND = verdicts.Claim("kvquant", "Table 1", "a finds more", "t", "a", "b", ("c",), "accuracy")
+
+
+@pytest.mark.parametrize(
+    ("t", "df", "p"), [(2.0, 7, 0.08562), (12.706, 1, 0.05), (3.182, 3, 0.05), (2.306, 8, 0.05), (0.0, 5, 1.0)]
+)
+def test_t_tail_is_that_of_tables(t: float, df: int, p: float) -> None:
+    assert verdicts.t_tail(t, df) == pytest.approx(p, abs=2e-5)
+    assert verdicts.t_tail(math.inf, df) == pytest.approx(0.0, abs=1e-9)
+
+
+def test_signs_of_samples_that_differ_are_counted() -> None:
+    assert verdicts.sign_tail([0, 0, 1, 1, 1, 1, 1, 1]) == 2 / 64
+    assert verdicts.sign_tail([1, -1, 0]) == 1.0
+    assert verdicts.sign_tail([]) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("claim", "differences", "holds"),
+    [
+        (BETTER, [-0.3, -0.2, -0.25, -0.28], True),
+        (BETTER, [0.3, 0.2, 0.25, 0.28], False),
+        (BETTER, [-0.3, 0.2, -0.25, 0.28], None),
+        (BETTER, [-0.3], None),
+        (WITHIN, [0.01, -0.01, 0.02, 0.0], True),
+        (WITHIN, [0.5, 0.52, 0.49, 0.51], False),
+        (WITHIN, [0.0, 0.2, 0.1, 0.15], None),
+        (FOUND, [1.0] * 6 + [0.0] * 4, True),
+        (FOUND, [1.0] * 5 + [0.0] * 5, None),
+        (FOUND, [-1.0] * 8, False),
+    ],
+)
+def test_paired_samples(claim: Any, differences: list[float], holds: bool | None) -> None:
+    assert verdicts.judged(claim, "m", differences).holds is holds
+
+
+def _line(model: str, row: str, mean: float, stderr: float | None, values: tuple[float, ...] = ()) -> dict[str, Any]:
+    return {
+        "table": "t", "model": model, "row": row, "column": "c", "metric": "kl", "mean": mean, "stderr": stderr,
+        "samples": 8, "values": values,
+    }  # fmt: skip
+
+
+def test_two_of_three_models_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Means with errors count as independent rows; samples are paired; without an error nothing is decided."""
+    lines = [_line("one", "a", 0.1, 0.01), _line("one", "b", 0.5, 0.02)]
+    monkeypatch.setattr(verdicts.papers, "read_lines", lambda paper: lines)
+    assert verdicts.line(BETTER)[2:] == ["one: holds", "8", "-0.400 ± 0.022 u", "< .001", "**cannot say**"]
+    lines += [_line("two", "a", 0.2, 0.1, (0.1, 0.2, 0.3)), _line("two", "b", 0.5, 0.1, (0.4, 0.51, 0.6))]
+    assert verdicts.line(BETTER)[2:] == [
+        "one: holds; two: holds", "8; 3", "-0.400 ± 0.022 u; -0.303 ± 0.003", "< .001; < .001", "**agrees**",
+    ]  # fmt: skip
+    lines[:] = [_line("one", "a", 0.1, None), _line("one", "b", 0.5, 0.02)]
+    assert verdicts.line(BETTER)[2:] == ["one: open", "8", "-0.400", "–", "**cannot say**"]
+    lines.clear()
+    assert verdicts.line(BETTER)[-1] == "cannot say"
+
+
+def test_claims_name_rows_that_their_experiments_have() -> None:
+    for claim in [*(one for of in claims.CLAIMS.values() for one in of), *claims.PERPLEXITIES]:
+        if not claim.experiment or claim.experiment.endswith(".jsonl"):
+            continue
+        experiment = verdicts.papers.PAPERS[claim.paper][1][claim.experiment]
+        cells = {cell.row for cell in getattr(experiment, "cells", ()) if hasattr(cell, "row")}
+        rows = cells | set(getattr(experiment, "rows", ()))
+        recorded = {
+            line["row"] for line in verdicts.papers.read_lines(claim.paper) if line["table"] == claim.experiment
+        }
+        assert {claim.first, claim.second} <= rows | recorded | {verdicts.FULL}, claim
