@@ -88,6 +88,7 @@ void encode_trellis(EncodeTrellis call, int threads) {
   call.gains = trellis_gains();
   call.scaled = scaled;
   call.units = units.data();
+  call.ends = most.data();
   const SearchTasks tasks{call, current().encode_trellis, ceil_div(call.n, kTrellisTask)};
   const double steps = static_cast<double>(call.R * call.n * (1 + call.tries)) *
                        static_cast<double>(call.D + kTrellisWarmUp + kTrellisLookAhead);

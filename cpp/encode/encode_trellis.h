@@ -46,6 +46,7 @@ struct EncodeTrellis {
   const float* gains = nullptr;        // [256], by code
   const int16_t* scaled = nullptr;     // [9, 256], tables scaled to kTrellisLargest, states in reverse
   const TrellisUnit* units = nullptr;  // [R, D]
+  const float* ends = nullptr;         // [9], largest absolute value of each table
 };
 
 // Gains float32 [256] by code.

@@ -29,6 +29,7 @@ struct Row {
   Component* components;
   int64_t count;
   float *unit, *limit;
+  float* reach;  // see first_gains in kernels/trellis.py
   float enough;  // error at a gain of 1 below which no other gain is tried
 };
 
@@ -104,7 +105,16 @@ void pack_vectors(const EncodeTrellis& call, int64_t at, int64_t n, const Row& r
     }
     const float length = __builtin_sqrtf(squares / static_cast<float>(row.count > 1 ? row.count : 1));
     if (call.length) call.length[at + v] = length;
-    own.code = own.tried = gain_code(length);
+    own.code = gain_code(length);
+    const float gain = call.gains[own.code];
+    own.enough = row.enough * (gain * gain);
+    float beyond = 0.0f;
+    for (int64_t a = 0; a < row.count; a++) {
+      const float reached = __builtin_fabsf(own.y[a]) * row.reach[a];
+      beyond = reached > beyond ? reached : beyond;
+    }
+    const int larger = own.code < 254 ? own.code + 1 : 255, reaching = gain_code(beyond);
+    own.tried = larger > reaching ? larger : reaching;
     own.squares = weighted;
     own.least = __builtin_inff();
     due[v] = &own;
@@ -112,10 +122,6 @@ void pack_vectors(const EncodeTrellis& call, int64_t at, int64_t n, const Row& r
   int64_t left = row.count ? n : 0;
   search_each<S>(call, row, lanes, due, left,
                  [&](Gained& v, const uint8_t* windows) { v.own = v.compare(row, windows, call.gains); });
-  for (int64_t v = 0; v < left; v++) {
-    const float gain = call.gains[vectors[v].tried];
-    vectors[v].enough = row.enough * (gain * gain);
-  }
   for (int64_t t = 0; t < call.tries; t++) {
     int64_t kept = 0;
     for (int64_t v = 0; v < left; v++) {
@@ -164,7 +170,7 @@ template <class C, class S>
 void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
   reset_scratch();
   const int64_t D = call.D, n = last - first;
-  Row own{scratch_of<Component>(D), 0, scratch(D), scratch(D), call.enough ? call.enough[row] : 0.0f};
+  Row own{scratch_of<Component>(D), 0, scratch(D), scratch(D), scratch(D), call.enough ? call.enough[row] : 0.0f};
   int place = 0, brought = 0;
   for (int64_t d = 0; d < D; d++) {
     const int bits = call.bits[row * D + d];
@@ -182,6 +188,14 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
                                    d};
     brought += bits;
     place += kTrellisStates >> bits < kCosts ? kCosts : kTrellisStates >> bits;
+  }
+  float expected = 0.0f;
+  for (int64_t a = 0; a < own.count; a++)
+    expected += __builtin_ldexpf(own.components[a].weight, -2 * own.components[a].bits);
+  for (int64_t a = 0; a < own.count; a++) {
+    const Component& c = own.components[a];
+    const float end = call.ends[c.bits], product = c.weight * end, sum = product * end + expected;
+    own.reach[a] = product / (sum > 1e-30f ? sum : 1e-30f);
   }
   Lane lanes[kTogether];
   for (Lane& lane : lanes)

@@ -103,8 +103,8 @@ def pack_trellis(
     """Encode vectors with a gain each: find gain and windows of y ≈ gain·tables[b_d, window_d], and pack them.
 
     The error is Σ_d weight_d·(y_d − gain·x_d)² over the components that have bits. The first gain
-    is their root mean square. Gains `steps` above the one of least squares follow, until the error
-    is below `enough` times the square of the first gain. Windows found with a gain may also be kept
+    is `first_gains`. Gains `steps` above the one of least squares follow, until the error is below
+    `enough` times the square of the root mean square. Windows found with a gain may also be kept
     with their own gain of least squares. The pair with the least error stays.
 
     Args:
@@ -119,7 +119,8 @@ def pack_trellis(
     rates, weight = bits.long().unsqueeze(1), weight * (bits > 0)
     codes = gain_codes(_lengths(y, bits))
     least, last = torch.full(codes.shape, torch.inf, device=y.device), enough.unsqueeze(1) * gains(codes).square()
-    windows, tried, kept, middle = torch.zeros_like(y, dtype=torch.uint8), codes, codes, codes
+    tried = first_gains(codes, y, weight, bits, tables)
+    windows, kept, middle = torch.zeros_like(y, dtype=torch.uint8), codes, codes
     for step in [None, *steps]:
         due = least >= last
         if step is not None:
@@ -183,6 +184,21 @@ def _lengths(y: Tensor, bits: Tensor) -> Tensor:
 def _dot(weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Σ_d weight_d·a_d·b_d of vectors [R, n, D]; a matrix product, whose sums do not depend on the batch."""
     return ((weight.unsqueeze(1) * a).unsqueeze(-2) @ b.unsqueeze(-1)).flatten(1)
+
+
+def first_gains(codes: Tensor, y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
+    """Return the codes of the gains that vectors are searched with first.
+
+    This is a step above the root mean square, or more if a component lies far beyond the end of its
+    table. With gain g, its error is about weight·(|y| − g·end)², and that of all components is about
+    g²·Σ_d weight_d·4^−bits_d. The g with the least sum of both is taken.
+
+    codes: uint8 [R, n], of root mean squares. weight: float32 [R, D], 0 without bits.
+    """
+    end = tables.abs().amax(1)[bits.long()]
+    expected = (weight * torch.exp2(-2.0 * bits.float())).sum(1, keepdim=True)
+    reach = weight * end / (weight * end * end + expected).clamp_min(1e-30)
+    return torch.maximum(codes.clamp_max(254) + 1, gain_codes((y.abs() * reach.unsqueeze(1)).amax(-1)))
 
 
 def gain_codes(gain: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ This covers all rope types, layouts and partial rotations of transformers withou
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 from collections.abc import Iterable
@@ -69,7 +70,7 @@ class Ropes:
         """Return the RoPE of a layer; `NO_ROPE` if the model has none, None if it cannot be removed
         from keys."""
         try:
-            return self.of(layer) if self._any() else NO_ROPE
+            return self.of(layer) if self._any else NO_ROPE
         except UserError:
             return None
 
@@ -94,8 +95,9 @@ class Ropes:
         Raises:
             UserError: see `of`.
         """
-        return self.of(layer) if self._any() else NO_ROPE
+        return self.of(layer) if self._any else NO_ROPE
 
+    @functools.cached_property
     def _any(self) -> bool:
         """True if the modelling file has a RoPE."""
         return any(word in name.lower() for name in vars(self._modelling()) for word in ("rotary", "rotate", "rope"))
