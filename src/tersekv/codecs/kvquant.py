@@ -7,10 +7,9 @@ codebooks with sparse outliers.
 - Values: per token. Thresholds and range are those of the token itself, over all heads of a layer.
 - nuq (§3.3): per layer one codebook of 2^b entries for keys and one for values, from k-means with
   the weights of Eq. 7: Fisher information (squared gradient) times the squared scale of the element.
-- Outliers (§3.4): a share of .1, .5 or 1 % per vector, stored in 16 bits each (layout `sparse`). A token's
-  values have a whole number of them, rounded down: 1 % of 128 values is one.
-  With `room` (ours) each block of 32 tokens and head has places for equally many. The most extreme
-  outliers of a block get them, and the others are clamped to the thresholds.
+- Outliers (§3.4): a share of .1, .5 or 1 % per vector, rounded down for a token's values, stored in
+  16 bits each (layout `sparse`). With `room` (ours) each block of 32 tokens and head has places for
+  equally many. The most extreme outliers get them, and the others are clamped to the thresholds.
 - Q-Norm (§3.6 of an earlier version): the decoding codebook has the activations' mean and deviation.
 - The first token is exact (§3.5): use the policy's sinks.
 
@@ -19,8 +18,8 @@ instead, without Fisher information. The paper's ablations are options: `table=n
 `outliers_per=matrix` (12), `axis=token` and `value_axis=channel` (9), `pre_rope=false` (10),
 `ranges=online` (14), `weights=fisher|none`.
 
-Differences from the authors' code: k-means uses the weight s² of Eq. 7, which the code omits.
-Sparse entries hold the difference to the dense code. A token's thresholds include all heads.
+Unlike the authors' code, k-means uses the weight s² of Eq. 7. Sparse entries hold the difference to
+the dense code. A token's thresholds include all heads.
 
 Good for: results of the paper, and 4 bits after a calibration.
 Bad for: a first use, because it is calibrated on a corpus, and 2 bits.
@@ -49,6 +48,7 @@ from tersekv.layouts.sparse import (
     SparseView,
     largest,
     largest_of_blocks,
+    largest_share,
     pack_outlier_blocks,
     pack_outliers,
     quantiles,
@@ -235,24 +235,21 @@ class KVQuant(Codec):
     def _normalise(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return scale, middle and the mask of outliers for x [B, H, T, D].
 
-        Scale (half the range) and middle have their stored precision and broadcast to x. The mask
-        is bool with the shape of x.
+        Scale (half the range) and middle have their stored precision and broadcast to x.
         """
         if self.axis == "channel" or self._of_matrix:
             low, high = (self.fitted[k].unsqueeze(2) for k in ("lower", "upper"))
-        elif self.per_head:
-            low, high = (q.unsqueeze(-1) for q in backends.quantiles(x, self.outliers))
         else:
-            low, high = (
-                q.view(len(x), 1, -1, 1) for q in backends.quantiles(x.transpose(1, 2).flatten(2), self.outliers)
-            )
+            vectors, H = (x, x.shape[1]) if self.per_head else (x.transpose(1, 2).flatten(2), 1)
+            low, high = (q.view(len(x), H, x.shape[2], 1) for q in backends.quantiles(vectors, self.outliers))
         outlier = (x < low) | (x > high) if self.outliers else torch.zeros_like(x, dtype=torch.bool)
+        excess = torch.maximum(low - x, x - high)
         if self.outliers and self.axis == "token" and not self._of_matrix:
-            outlier = self._within_share(torch.maximum(low - x, x - high), outlier)
+            outlier = largest_share(excess, outlier, self.outliers, self.per_head)
         if self.cap:
-            outlier = largest(torch.maximum(low - x, x - high), outlier, self.cap)
+            outlier = largest(excess, outlier, self.cap)
         if self.outliers and self.room:
-            outlier = largest_of_blocks(torch.maximum(low - x, x - high), outlier, self.places(x.shape[-1]))
+            outlier = largest_of_blocks(excess, outlier, self.places(x.shape[-1]))
         if self.axis == "token":
             axes = (3,) if self.per_head else (1, 3)
             rest_low = torch.where(outlier, torch.inf, x).amin(axes, keepdim=True)
@@ -260,15 +257,6 @@ class KVQuant(Codec):
             low, high = (torch.where(rest.isfinite(), rest, 0.0) for rest in (rest_low, rest_high))
         scale, middle = (high - low) / 2, (high + low) / 2
         return _stored(scale).float(), _stored(middle).float(), outlier
-
-    def _within_share(self, excess: Tensor, outlier: Tensor) -> Tensor:
-        """Keep the most extreme outliers of each token, so that they are at most the share: quantiles round up at both
-        ends, and 1 % of 128 values would be two of them."""
-        if self.per_head:
-            return largest(excess, outlier, whole_share(self.outliers, outlier.shape[-1]))
-        excess, chosen = (x.transpose(1, 2).flatten(2) for x in (excess, outlier))
-        kept = largest(excess, chosen, whole_share(self.outliers, chosen.shape[-1]))
-        return kept.unflatten(2, (outlier.shape[1], -1)).transpose(1, 2)
 
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors."""
@@ -321,10 +309,9 @@ class KVQuant(Codec):
             share = whole_share(self.outliers, head_dim) if of_tokens and self.per_head else self.outliers * head_dim
             planes |= sparse_planes(share, head_dim)
             if of_tokens and not self.per_head and not self.cap:
-                planes = {
-                    name: spec if spec.ragged is None else dataclasses.replace(spec, share=(self.outliers, head_dim))
-                    for name, spec in planes.items()
-                }
+                of_all = self.outliers, head_dim
+                for name in [name for name, spec in planes.items() if spec.ragged is not None]:
+                    planes[name] = dataclasses.replace(planes[name], share=of_all)
         return Layout(layout.block_tokens, planes)
 
     def view(self, planes: PackedTensors, head_dim: int) -> View:
@@ -334,8 +321,7 @@ class KVQuant(Codec):
         dense_planes = dict(planes)
         if self.axis == "channel":
             low, high = (self.fitted[k].expand(B, H, -1) for k in ("lower", "upper"))
-            # not checked here, because `encode` has checked it and a check would synchronise with
-            # the GPU
+            # `encode` has checked it, and a check would synchronise with the GPU
             scale, offset = ((high - low) / 2).to(torch.float16), ((high + low) / 2).to(torch.float16)
         else:
             dense_planes |= {name: planes[name].expand(-1, H, -1, -1, -1) for name in ("scale", "offset")}

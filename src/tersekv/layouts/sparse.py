@@ -32,7 +32,7 @@ from torch import Tensor
 from tersekv.kernels import backends
 from tersekv.kernels.encode_sparse import CHANNEL_BITS, MAX_CHANNELS
 from tersekv.kernels.encode_sparse import quantiles as quantiles
-from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, PlaneSpec, View
+from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, PlaneSpec, View, whole_share
 
 
 def sparse_planes(expected_per_token: float, head_dim: int) -> dict[str, PlaneSpec]:
@@ -96,6 +96,19 @@ def largest(excess: Tensor, chosen: Tensor, most: int) -> Tensor:
     kept = torch.where(chosen, excess, -torch.inf).topk(most, dim=-1)
     mask = torch.zeros_like(chosen).scatter(-1, kept.indices, True)
     return mask & chosen
+
+
+def largest_share(excess: Tensor, chosen: Tensor, share: float, per_head: bool) -> Tensor:
+    """Keep the most extreme outliers of each token, in each head or over all, so that they are at most
+    the share. Quantiles round up at both ends: 1 % of 128 values would be two of them.
+
+    excess, chosen: [B, H, T, D], see `largest`.
+    """
+    if per_head:
+        return largest(excess, chosen, whole_share(share, chosen.shape[-1]))
+    excess, of_token = (x.transpose(1, 2).flatten(2) for x in (excess, chosen))
+    kept = largest(excess, of_token, whole_share(share, of_token.shape[-1]))
+    return kept.unflatten(2, (chosen.shape[1], -1)).transpose(1, 2)
 
 
 def largest_of_blocks(excess: Tensor, chosen: Tensor, most: int) -> Tensor:
