@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.bare import Cell, size
 from tersekv.cli.command import Command, made
 from tersekv.cli.generate import load
 from tersekv.cli.installation import run_header
@@ -133,7 +134,7 @@ def _table(
     )
     rows = [
         (
-            *(names[s.recipe], s.samples, f"{s.bits_per_element:.2f}", output.human_bytes(s.bytes)),
+            *(names[s.recipe], s.samples, f"{s.bits_per_element:.2f}", size(s.bytes, "{}")),
             *(_estimate(*s.metrics[metric]) for metric in metrics),
             f"{s.seconds:.1f}",
             *((words,) if said else ()),
@@ -144,5 +145,9 @@ def _table(
     return output.table(f"{name}: {task.about()}", columns, rows, notes=notes, words=said)
 
 
-def _estimate(mean: float, stderr: float) -> str:
-    return f"{mean:.4g}" + (f" ± {stderr:.2g}" if stderr == stderr else "")
+def _estimate(mean: float, stderr: float) -> Cell:
+    known = stderr == stderr
+    return Cell(
+        f"{mean:.4g}" + (f" ± {stderr:.2g}" if known else ""),
+        {"{}": mean} | ({"{}, standard error": stderr} if known else {}),
+    )

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from tersekv.cli import output, sizes
+from tersekv.cli.bare import size as sized
 from tersekv.cli.files import check_out
 from tersekv.cli.generate import load, read_text
 
@@ -110,10 +111,11 @@ def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
         ("model", f"{said['model_type']} {said['model'][:16]}"),
         ("tokens", f"{held['tokens']:,}" if said["batch"] == 1 else f"{said['batch']} × {held['tokens']:,}"),
         ("token ids", known),
-        ("file", output.human_bytes(size)),
-        ("cache, all parts", output.human_bytes(held["bytes"])),
+        ("file", sized(size)),
+        ("cache, all parts", sized(held["bytes"])),
         ("which is", sizes.against_bfloat16(held["bytes"], round(held["bytes"] * held["ratio_bf16"]))),
         ("written by tersekv", said["tersekv"]),
         *((name.replace("_", " "), str(value)) for name, value in more.items()),
     ]
-    output.show(output.table(str(file), ("", ""), rows))
+    words = ("recipe", "model", "token ids", "which is", "written by tersekv")
+    output.show(output.table(str(file), ("", ""), rows, words=words, by_column="prompt cache"))
