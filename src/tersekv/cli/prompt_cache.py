@@ -12,6 +12,7 @@ from tersekv.cli import output, sizes
 from tersekv.cli.bare import size as sized
 from tersekv.cli.files import check_out
 from tersekv.cli.generate import load, read_text
+from tersekv.versions import cache_argument
 
 app = typer.Typer(help="Keep packed caches of prompts in files, to read each prompt only once.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="File from `tersekv prompt-cache build`.")]
@@ -50,7 +51,7 @@ def build(
     cache = tersekv.CompressedCache(network.config, recipe, learnt)
     start = time.perf_counter()
     with tersekv.compress(network, recipe, learnt), torch.inference_mode(), measure.prefill_progress(network):
-        network(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        network(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(network, cache))
     read, start = time.perf_counter() - start, time.perf_counter()
     with output.step(f"writing {out}"):
         cache.save(out, ids)
