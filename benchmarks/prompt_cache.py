@@ -1,8 +1,9 @@
 """Save and load a packed prompt: bytes on disk, and seconds compared with a prefill.
 
     python benchmarks/prompt_cache.py [--out benchmarks/records/prompt_cache.jsonl] [--tokens 8000] [--rounds 5]
+    python benchmarks/prompt_cache.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct=FILE.gguf --recipe default
 
-SmolLM2-135M reads tokens of Python's language reference once (an exact prefill). Each recipe packs
+A model reads tokens of Python's language reference once (an exact prefill). Each recipe packs
 them, saves the cache and loads it. Loading is timed with the file in the page cache and after it
 was evicted from there. The logits of the next tokens must first equal those of the original cache
 bit for bit. Times are wall-clock and CPU seconds; on a busy machine CPU seconds are more reliable.
@@ -94,25 +95,32 @@ def measure(model: Any, recipe: str, prefill: Prefill, ids: Tensor, rounds: int,
 
 def main() -> None:
     options = parser(__doc__)
+    options.add_argument("--model", default="smollm2", help="name, folder, GGUF file or Hub id, or HUB-ID=FOLDER")
+    options.add_argument("--recipe", action="append", help="repeat for several (default: five)")
     options.add_argument("--tokens", type=int, default=8000)
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--out", type=Path, help="add records to this file")
     args = options.parse_args()
-    model, tokenizer = load("smollm2")
+    name, _, where = args.model.rpartition("=")
+    name = name or where
+    model, tokenizer = load(where)
     ids, prefill = prompt(tokenizer, args.tokens + NEXT), Prefill(model)
     with torch.inference_mode():
         once = seconds(lambda: prefill.fill(DynamicCache(config=model.config), ids[:, :-NEXT]))
-    about = {"bench": "prompt_cache", "model": "smollm2", "load_average": round(os.getloadavg()[0], 2)}
+    about = {"bench": "prompt_cache", "model": name, "load_average": round(os.getloadavg()[0], 2)}
     about["prefill_seconds"] = [round(t, 4) for t in once]
     with tempfile.TemporaryDirectory() as folder:
-        rows = [measure(model, recipe, prefill, ids, args.rounds, Path(folder) / "cache") for recipe in RECIPES]
+        rows = [
+            measure(model, recipe, prefill, ids, args.rounds, Path(folder) / "cache")
+            for recipe in args.recipe or RECIPES
+        ]
     record(args.out, about, rows)
     times = ("pack", "save", "load", "cold_load")
     cells = [
         [row["recipe"], f"{row['file_bytes'] / 1e6:.1f}", row["ratio_bf16"], *(row[f"{t}_seconds"][0] for t in times)]
         for row in rows
     ]
-    title = f"SmolLM2-135M, {args.tokens:,} tokens; prefill {once.clock:.1f} s, {once.cpu:.1f} CPU seconds"
+    title = f"{name}, {args.tokens:,} tokens; prefill {once.clock:.1f} s, {once.cpu:.1f} CPU seconds"
     show(title, ("recipe", "file MB", "smaller than bf16", *(f"{t} s" for t in times)), cells)
 
 

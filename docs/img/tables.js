@@ -54,10 +54,11 @@
     (table.closest(".md-typeset__scrollwrap") || table).before(box);
   }
 
-  // A long recipe may break after a comma or a plus, so that the numbers beside it stay in view.
+  // A long recipe may break after , + : and /, so that the numbers beside it stay in view.
   function addBreaks(table) {
     for (const code of table.querySelectorAll("code")) {
-      const parts = code.textContent.split(/(?<=[,+])/);
+      if (code.textContent.length <= 12) code.classList.add("short");
+      const parts = code.textContent.split(/(?<=[,+:/])/);
       code.replaceChildren(...parts.flatMap((part, i) => (i ? [make("wbr", {}), part] : [part])));
     }
   }

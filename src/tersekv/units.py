@@ -20,7 +20,8 @@ def parse_tokens(text: str, option: str = "a length") -> int:
     tokens = float(found[1]) * BINARY[found[2].lower()] if found else 0.0
     if not found or tokens < 1 or tokens > LONGEST or tokens != int(tokens):
         raise UserError(
-            f"{option} {text.strip()!r} is not a number of tokens: write 4096, 4k or 1M, separated by commas"
+            f"{option} {text.strip()!r} is not a number of tokens: write a whole number from 1 to {LONGEST:,}, like "
+            "4096, 4k or 1M"
         )
     return int(tokens)
 
@@ -51,7 +52,10 @@ def parse_bytes(text: str, option: str) -> int:
     found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmgt])(i?)b", text.strip(), re.IGNORECASE)
     factor = (1024 ** (1 + "kmgt".index(found[2].lower())) if found[3] else DECIMAL[found[2].lower()]) if found else 0
     if not found or float(found[1]) * factor < 1:
-        raise UserError(f"{option}={text.strip()} is not a number of bytes; write for example 512MB, 1.5GB or 2GiB")
+        between = " " if option.startswith("--") else "="
+        raise UserError(
+            f"{option}{between}{text.strip()} is not a number of bytes; write for example 512MB, 1.5GB or 2GiB"
+        )
     return int(float(found[1]) * factor)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from tersekv.errors import UserError
 
-OLDEST, NEWEST = (5, 16), (5, 23)
+OLDEST, NEWEST = (5, 16), (5, 24)
 """First and last tested release."""
 
 BROKEN: dict[tuple[int, int], str] = {}
@@ -63,6 +63,11 @@ def given_cache(arguments: Mapping[str, Any]) -> Any:
         if (cache := arguments.get(name)) is not None:
             return cache
     return None
+
+
+def cache_argument(model: Any, cache: Any) -> dict[str, Any]:
+    """Return a cache as the keyword argument of calls of a model and of its `generate`."""
+    return {cache_name(getattr(model, "forward", model)): cache}
 
 
 def cache_name(function: Callable[..., Any]) -> str:

@@ -76,6 +76,7 @@ def test_wrong_lines_do_not_end_the_chat(say, tmp_path):
     assert [line.split(":", 1)[0] for line in err] == ["tersekv"] * 5
     assert "/what is not a command; /help lists them" in err[0]
     assert "/save needs a file" in err[1]
+    assert err[2] == "tersekv: /save /nonexistent/a: there is no folder /nonexistent; make it first, or give another"
     assert "the cache is empty" in err[3]
     assert any(line.startswith("/reset") for line in out)
 

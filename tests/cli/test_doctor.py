@@ -155,7 +155,8 @@ def test_windows_and_ropes_are_named(tmp_path: Path, capfd: pytest.CaptureFixtur
 
 def test_published_models_are_known_by_name(capfd: pytest.CaptureFixture[str]) -> None:
     made = examined(capfd, 1, "qwen2.5-7b", "--recipe", "turboquant")
-    assert made["properties"]["context"] == "unknown"
+    assert made["properties"]["context"] == "131,072 tokens"
+    assert (made["context_tokens"], made["weight_bytes_bf16"] > 14e9) == (131_072, True)
     assert made["recipes"][0]["reasons"][0].startswith("the model's keys have biases")
     assert examined(capfd, 0, "llama-3.1-8b", "--recipe", "turboquant")["properties"]["key biases"] == "no"
 

@@ -10,7 +10,7 @@ import pytest
 
 from tersekv import cli
 from tersekv.cache.footprint import Footprint
-from tersekv.cli import sizes
+from tersekv.cli import estimate, output, sizes
 from tersekv.hf import facts
 from tersekv.sizes.estimate import STEP, break_even, predict
 from tersekv.sizes.known_models import MODELS
@@ -175,3 +175,89 @@ def test_a_sliding_window_is_compared_with_what_a_full_cache_holds() -> None:
     footprint = predict(shape, "kivi:bits=2", 1 << 17)
     assert footprint.elements == shape.elements(1 << 17) == shape.elements(4096)
     assert 2 < footprint.ratio() < 6
+
+
+def test_estimate(empty_cache: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    made = run_json(capfd, "estimate", "--recipe", "kivi:bits=2", "--context", "4k, 1M", "--memory", "24GB")
+    (one,) = made["recipes"]
+    assert [row["tokens"] for row in one["contexts"]] == [4096, 1 << 20]
+    long = one["contexts"][1]
+    assert long["bytes"] == sum(long["bytes_by_part"].values())
+    assert long["bytes_bf16"] == (1 << 20) * 30 * 3 * 2 * 64 * 2
+    assert long["ratio_bf16"] == pytest.approx(long["bytes_bf16"] / long["bytes"], abs=1e-3)
+    assert made["most_tokens"]["bf16"] == int(24e9) // (30 * 3 * 2 * 64 * 2)
+    assert made["most_tokens"]["fp8"] == pytest.approx(2 * made["most_tokens"]["bf16"], abs=1)
+    assert made["most_tokens"]["kivi:bits=2"] > 4 * made["most_tokens"]["bf16"]
+    assert made["weight_bytes_bf16"] == 134_515_008 * 2
+    assert all(made["most_tokens_beside_weights"][k] < n for k, n in made["most_tokens"].items())
+    assert list(empty_cache.iterdir()) == []
+    said = run_text(capfd, "estimate", "-m", "llama-7b", "-c", "128k", "--memory", "80GiB", "--batch", "2")
+    assert "131,072" in said
+    assert "137.44 GB" in said
+    assert "bf16 weights take 13.48 GB" in said
+
+
+def test_estimate_reproduces_kvquant(capfd: pytest.CaptureFixture[str]) -> None:
+    tables = run_json(capfd, "estimate", "--tables", "kvquant")["tables"]
+    table_8 = {tuple(row[:2]): row[2:] for row in tables[1]["rows"]}
+    assert round(table_8["LLaMA-7B", "nuq3-1%"][0], 1) == 13.3
+    assert "KVQuant" in run_text(capfd, "estimate", "--tables", "kvquant")
+
+
+def test_it_warns_beyond_the_context_of_a_model(capfd: pytest.CaptureFixture[str], tiny: str) -> None:
+    """Without --context the longest length is the model's own."""
+    for model, longest in ((tiny, 2048), ("llama-3.1-8b", 131_072)):
+        assert cli.run(["estimate", "-m", model, "-c", f"512,{2 * longest}", "--json"]) == 0
+        said = capfd.readouterr()
+        warned = f"warning: --context {2 * longest:,} is beyond the {longest:,} tokens that {model} reads at most"
+        assert warned in said.err
+        assert json.loads(said.out)["longest_tokens"] == longest
+        assert cli.run(["estimate", "-m", model, "--json"]) == 0
+        said = capfd.readouterr()
+        assert "warning" not in said.err
+        assert json.loads(said.out)["recipes"][0]["contexts"][-1]["tokens"] == longest
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--prefill-chunk", "0"), "--prefill-chunk '0' is not a number of tokens: write a whole number from 1 to"),
+        (("--prefill-chunk", "-3"), "--prefill-chunk '-3' is not a number of tokens"),
+        (("--context", "4q"), "4096, 4k or 1M"),
+        (("--context", ""), "not a number of tokens"),
+        (("--context", "0"), "not a number of tokens"),
+        (("--context", "4k,"), "not a number of tokens"),
+        (("--memory", "lots"), "24GB"),
+        (("--memory", "0GB"), "24GB"),
+        (("--tables", "qjl"), "known: kvquant"),
+        (
+            ("-b", "0"),
+            "'0' is not a valid --batch: it must be greater than or equal to 1; `tersekv estimate --help`",
+        ),
+        (("--recipe", "kivi:bits=99"), "bits"),
+        (("--recipe", "kivi:group=48"), "48"),
+        (("--model", "./nowhere"), "not there"),
+    ],
+    ids=lambda case: " ".join(case) if isinstance(case, tuple) else "",
+)
+def test_estimate_refuses(capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str) -> None:
+    assert said in refuse(capfd, "estimate", *arguments)
+
+
+def test_units() -> None:
+    assert [estimate.parse_tokens(t) for t in ("7", "1.5k", " 2M ")] == [7, 1536, 2 << 20]
+    assert [estimate.parse_memory(t) for t in ("24GB", "1.5 GiB", "512B", "2T", "16060522496")] == [
+        24 * 10**9,
+        3 << 29,
+        512,
+        2 * 10**12,
+        16_060_522_496,
+    ]
+    assert [facts.most_tokens(lambda n: 10 * n, limit) for limit in (5, 10, 12345)] == [0, 1, 1234]
+    assert [output.human_bytes(n) for n in (64, 1500, 2e6, 3e9)] == ["64 B", "1.50 kB", "2.00 MB", "3.00 GB"]
+
+
+def test_uncountable_weights(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    for kind, said in (("vit", "cannot be counted"), ("gemma4_text", "differ in their heads")):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+        assert said in refuse(capfd, "estimate", "--model", str(tmp_path), "--memory", "1GB")

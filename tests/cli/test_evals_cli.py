@@ -56,6 +56,17 @@ def test_document(common: tuple[str, ...], tiny: str, capfd: pytest.CaptureFixtu
     assert made["results"][5]["metrics"]["kl"]["mean"] > made["results"][6]["metrics"]["kl"]["mean"] > 0
 
 
+def test_across_has_a_column_per_recipe(common: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    """It prints README's row. CSV keeps one line per recipe."""
+    call = ("eval", "divergence", *common[2:], "--prefix", "32", "-r", "kivi:bits=4", "-r", "kivi:bits=2", "--across")
+    said = run_text(capfd, *call, "--format", "md").splitlines()
+    assert said[2] == "|  | full | kivi:bits=4 | kivi:bits=2 |"
+    assert [line.split(" | ")[0] for line in said[4:8]] == ["| samples", "| bits", "| bytes", "| kl"]
+    lines = run_text(capfd, *call, "--format", "csv").splitlines()
+    assert lines[0].startswith("recipe,samples,bits,bytes,kl")
+    assert [line.partition(",")[0] for line in lines[1:4]] == ["full", "kivi:bits=4", "kivi:bits=2"]
+
+
 def test_single_sample_has_no_standard_error(common: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     made = run_json(capfd, *common, "--windows", "1")
     assert [r["recipe"] for r in made["results"]] == ["full"]

@@ -16,6 +16,7 @@ import tersekv
 from conftest import LOSSLESS, build, prompt
 from tersekv.errors import UserError
 from tersekv.hf.compress import remove_all
+from tersekv.versions import cache_argument
 
 GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
 
@@ -180,7 +181,7 @@ def test_a_cache_keeps_its_own_recipe_with_a_warning(llama):
         with warnings.catch_warnings(record=True) as caught, tersekv.compress(llama, installed), torch.no_grad():
             warnings.simplefilter("always")
             for part in (ids[:, :150], ids[:, 150:199], ids[:, 199:]):
-                logits = llama(part, past_key_values=cache).logits
+                logits = llama(part, **cache_argument(llama, cache)).logits
         results.append((logits, [str(w.message) for w in caught]))
     assert torch.equal(results[0][0], results[1][0])
     said = "the cache that was passed keeps its own recipe, kivi:bits=2, not qjl"

@@ -125,7 +125,7 @@ def test_command_of_the_readme(command, small, checkout, capsys):
     if arguments[0] in ("generate", "eval", "prompt-cache"):
         arguments += ["--model", small]
     if arguments[0] == "eval":
-        arguments += ["--context", "64", "--windows", "1"]
+        arguments += ["--context", "64", "--prefix", "32", "--windows", "1", "--text", "LICENSE"]
     assert cli.run(arguments) == 0
     said = capsys.readouterr().out
     assert said.strip()

@@ -117,17 +117,17 @@ def installed(monkeypatch):
 
 
 def test_an_untested_transformers_warns_once(installed, recwarn):
-    installed("5.24.0.dev0")
+    installed("5.25.0.dev0")
     for _ in range(2):
         versions.check_transformers()
     (warned,) = recwarn
     assert str(warned.message) == (
-        "transformers 5.24.0.dev0 is newer than tersekv was tested with; tested are 5.16 to 5.23; "
-        "to install one: pip install 'transformers==5.23.*'"
+        "transformers 5.25.0.dev0 is newer than tersekv was tested with; tested are 5.16 to 5.24; "
+        "to install one: pip install 'transformers==5.24.*'"
     )
 
 
-@pytest.mark.parametrize("text", ["5.16.0", "5.23.1"])
+@pytest.mark.parametrize("text", ["5.16.0", "5.24.1"])
 def test_a_tested_transformers_is_silent(installed, recwarn, text):
     installed(text)
     versions.check_transformers()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import threading
@@ -173,28 +174,41 @@ def test_requests_are_read():
 @pytest.fixture(scope="module")
 def server(network):
     """Serve the tiny model in a thread; yield the address and the engine."""
-    uvicorn = pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+    with serving(network) as (address, engine, _):
+        yield address, engine
+
+
+@contextlib.contextmanager
+def serving(network):
+    """Serve the tiny model in a thread; yield the address, the engine and what ends the server."""
+    pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
     pytest.importorskip("starlette", reason="the extra `serve` is not installed")
-    from tersekv.serving.local.app import Server
+    from tersekv.serving.local.app import Server, Web
 
     model, tokenizer = network
     engine = Engine(model, tokenizer, tersekv.CompressedCache(model, RECIPE), 1 << 30)
-    running = uvicorn.Server(
-        uvicorn.Config(Server("tiny", engine, 16).app(), log_level="warning", timeout_graceful_shutdown=1)
-    )
+    running = Web(Server("tiny", engine, 16))
     listening = socket.create_server(("127.0.0.1", 0))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
-    yield f"http://127.0.0.1:{listening.getsockname()[1]}", engine
-    running.should_exit = True
-    thread.join(30)
+
+    def end():
+        running.should_exit = True
+        thread.join(30)
+
+    yield f"http://127.0.0.1:{listening.getsockname()[1]}", engine, end
+    end()
     engine.close()
 
 
 @pytest.fixture
 def client(server):
+    return connected(server[0])
+
+
+def connected(address):
     openai = pytest.importorskip("openai", reason="OpenAI's client is not installed (extra `dev`)")
-    return openai.OpenAI(base_url=f"{server[0]}/v1", api_key="none", max_retries=0, timeout=60)
+    return openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60)
 
 
 def test_models(client):
@@ -313,3 +327,26 @@ def test_an_answer_stops_when_its_client_leaves(server, client, network, stream)
     finally:
         hook.remove()
     assert client.completions.create(model="tiny", prompt="Once", max_tokens=1).usage.completion_tokens == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_end_of_the_server_is_said_to_clients_and_logs_no_error(network, caplog, stream):
+    """Ctrl-C does not wait for a layer that takes longer than uvicorn's patience."""
+    import openai
+
+    layer, ended, asked = threading.Event(), threading.Event(), {"model": "tiny", "prompt": "Once", "max_tokens": 1900}
+    with serving(network) as (address, _, end):
+
+        def stay(*_):
+            layer.set()
+            ended.wait(10)
+
+        hook = network[0].model.layers[1].register_forward_hook(stay)
+        threading.Thread(target=lambda: (layer.wait(30), end())).start()
+        try:
+            with pytest.raises(openai.APIError, match="the server was ended before the end of the answer"):
+                list(connected(address).completions.create(**asked, stream=stream))
+        finally:
+            hook.remove()
+            ended.set()
+    assert caplog.records == []

@@ -20,6 +20,7 @@ from tersekv.errors import CacheError
 from tersekv.models.attention import attend_tensors, call_of
 from tersekv.models.config import attention_layers, empty_layer, text_config
 from tersekv.models.rope import Ropes
+from tersekv.versions import cache_argument
 
 RECORDER = "tersekv-recorder"
 
@@ -140,7 +141,8 @@ def watch_calls(model: PreTrainedModel, ids: Tensor, see: Callable[[int, LayerTo
             see(*latest.pop(id(keys)), call)
 
     with _recording(model, note):
-        model.base_model(input_ids=ids, past_key_values=OnePassCache(model.config, keep), use_cache=True)
+        cache = cache_argument(model.base_model, OnePassCache(model.config, keep))
+        model.base_model(input_ids=ids, use_cache=True, **cache)
 
 
 @torch.no_grad()
@@ -166,7 +168,8 @@ def _one_pass(model: PreTrainedModel, run: Any, ids: Tensor, **options: Any) -> 
         captured.append(LayerTokens(keys, values))
         return captured[-1]
 
-    output = run(input_ids=ids, past_key_values=OnePassCache(model.config, keep), use_cache=True, **options)
+    cache = cache_argument(model, OnePassCache(model.config, keep))
+    output = run(input_ids=ids, use_cache=True, **cache, **options)
     return captured, output
 
 

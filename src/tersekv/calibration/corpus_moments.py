@@ -28,6 +28,7 @@ from tersekv.models.config import AttentionShape, text_config
 from tersekv.models.rope import Ropes
 from tersekv.transforms.moments import Moments, WeightedBy, score_loss
 from tersekv.transforms.rope import Angles
+from tersekv.versions import cache_argument
 
 PARTS = "total", "squares", "metric"
 
@@ -137,7 +138,8 @@ class CorpusMoments:
             return LayerTokens(keys, values)
 
         cache = OnePassCache(self.model.config, add)
-        self.model.base_model(input_ids=self._ids(i), past_key_values=cache, use_cache=True)
+        base = self.model.base_model
+        base(input_ids=self._ids(i), use_cache=True, **cache_argument(base, cache))
         return found
 
     def _moments(self, i: int) -> dict[str, Tensor]:

@@ -24,6 +24,7 @@ from tersekv.errors import CacheError
 from tersekv.layouts.base import Side
 from tersekv.models.config import AttentionShape, text_config
 from tersekv.models.rope import Ropes
+from tersekv.versions import cache_argument
 
 POSITIONS_AT_A_TIME = 256
 """Positions whose softmax over the vocabulary is computed at a time, which bounds the memory for
@@ -105,7 +106,7 @@ def each_gradient(
 
     with _only_activations_have_gradients(model):
         cache = OnePassCache(model.config, through)
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+        logits = model(input_ids=ids, use_cache=True, **cache_argument(model, cache)).logits
         logits.backward(_sum_gradient(logits.detach(), ids))
     for source in sources:
         if source not in seen:

@@ -16,6 +16,7 @@ from transformers.cache_utils import DynamicCache
 
 from tersekv.errors import UserError
 from tersekv.models.config import text_config
+from tersekv.versions import cache_argument
 
 NAME = "own text"
 """Name of this corpus in calibrations."""
@@ -66,7 +67,8 @@ def own_text(
         for done in range(parts[0].shape[1], length):
             progress(done, length)
             # forward itself, because the hook of `compress` warns of a cache that is not compressed
-            out = model.forward(input_ids=parts[-1].to(model.device), past_key_values=cache, use_cache=True)
+            given = cache_argument(model, cache)
+            out = model.forward(input_ids=parts[-1].to(model.device), use_cache=True, **given)
             logits = out.logits[:, -1].float().cpu()
             logits[:, ends] = -torch.inf
             p = logits.softmax(-1)

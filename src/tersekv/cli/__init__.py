@@ -105,13 +105,27 @@ def _run(arguments: list[str]) -> int:
         streams.abandon()
         return 1
     except _PARSER_ERROR as error:
-        message = error.format_message()
+        message = _explained(error, arguments)
         return (
             _refuse(f"{message.rstrip('.')}; `tersekv {_command(arguments)}--help` shows what is allowed.")
             if message
             else 2
         )
     return status if isinstance(status, int) else 0
+
+
+def _explained(error: Any, arguments: list[str]) -> str:
+    """Return a message of the parser, with the value that came if it is one of an option."""
+    message = str(error.format_message())
+    _, found, allowed = message.partition(": Input should be ")
+    if not found:
+        return message
+    for option in error.param.opts:
+        for given, value in zip(arguments, [*arguments[1:], ""], strict=True):
+            if given == option or given.startswith(f"{option}="):
+                came = value if given == option else given.partition("=")[2]
+                return f"{came!r} is not a valid {max(error.param.opts, key=len)}: it must be {allowed}"
+    return message
 
 
 def _command(arguments: list[str]) -> str:

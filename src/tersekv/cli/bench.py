@@ -7,13 +7,14 @@ import itertools
 import os
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.bare import Cell, size
 from tersekv.cli.generate import load, use_threads
 from tersekv.cli.installation import package_version, run_header
 from tersekv.errors import UserError
@@ -133,7 +134,7 @@ def _gpu_table(measured: MeasuredGpu) -> Any:
     columns = ("way", "bits", "µs", "p10–p90", "share of floor", "× bfloat16", "error", "encode µs/token")
     rows = [
         (
-            row["what"], row["bits"] or "", f"{row['median_us']:.1f}", f"{row['p10']:.1f}–{row['p90']:.1f}",
+            row["what"], row["bits"] or "", f"{row['median_us']:.1f}", _between(row["p10"], row["p90"], "µs", 1),
             f"{row['share_of_floor']:.2f}", f"{row['speedup_bfloat16']:.2f}", f"{row['relative_error']:.1e}",
             "" if row["encode_us_per_token"] is None else f"{row['encode_us_per_token']:.1f}",
         )
@@ -255,12 +256,24 @@ def speeds(model: str, found: Sequence[Decoding], asked: Sequence[str]) -> list[
 def _speed(decoding: Decoding, name: str) -> tuple[str, ...]:
     step, ratio = decoding.step_ms, decoding.times_full
     return (
-        name, f"{decoding.context:,}", f"{_short(statistics.median(step))} ({_short(min(step))}–{_short(max(step))})",
-        f"{statistics.median(ratio):.2f} ({min(ratio):.2f}–{max(ratio):.2f})",
+        name, f"{decoding.context:,}", _spread(step, _short), _spread(ratio, "{:.2f}".format),
         _short(statistics.median(decoding.prefill_seconds)),
         _short(statistics.median(decoding.turn_seconds)) if decoding.turn_seconds else "–",
-        "" if decoding.bytes is None else output.human_bytes(decoding.bytes),
+        "" if decoding.bytes is None else size(decoding.bytes),
     )  # fmt: skip
+
+
+def _spread(values: Sequence[float], written: Callable[[float], str]) -> Cell:
+    """Return a cell with median, least and most."""
+    low, middle, high = min(values), statistics.median(values), max(values)
+    text = f"{written(middle)} ({written(low)}–{written(high)})"
+    return Cell(text, {"{}": middle, "{}, least": low, "{}, most": high})
+
+
+def _between(low: float, high: float, unit: str, places: int) -> Cell:
+    """Return a cell with the 10th and the 90th percentile."""
+    numbers = {f"p10 ({unit})": round(low, places), f"p90 ({unit})": round(high, places)}
+    return Cell(f"{low:.{places}f}–{high:.{places}f}", numbers)
 
 
 def _short(x: float) -> str:
@@ -294,7 +307,7 @@ def _table(measured: Measured) -> Any:
         ratios = [f"{result[key]:.2f}" if result else "" for key in ("speedup_sdpa", "speedup_dense", "speedup_floor")]
         rows.append((
             row.what, row.bits or (16 if "bfloat16" in row.what else 32), f"{row.time.ms:.2f}",
-            f"{row.time.p10:.2f}–{row.time.p90:.2f}", f"{row.bytes / row.time.ms / 1e6:.1f}", *ratios,
+            _between(row.time.p10, row.time.p90, "ms", 2), f"{row.bytes / row.time.ms / 1e6:.1f}", *ratios,
             f"{row.error:.1e}" if result else "",
         ))  # fmt: skip
     return output.table(title, columns, rows)

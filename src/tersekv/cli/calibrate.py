@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.bare import size
 from tersekv.cli.generate import load
 from tersekv.errors import UserError
 from tersekv.lab.bench.memory import PeakMemory
@@ -196,7 +197,7 @@ def _save(found: Sequence[Calibration], recipes: Sequence[Recipe], out: Path | N
 def _show(document: dict[str, Any]) -> None:
     corpus = document["corpus"]
     title = f"calibrated on {corpus['samples']} × {corpus['length']:,} tokens of {corpus['name']}"
-    rows = [(made["recipe"], made["path"], output.human_bytes(made["bytes"])) for made in document["files"]]
+    rows = [(made["recipe"], made["path"], size(made["bytes"])) for made in document["files"]]
     output.show(output.table(title, ("recipe", "file", "size"), rows, left=2))
     worker = document["peak_worker_bytes"]
     output.show(

@@ -180,7 +180,7 @@ class Chat:
         """Write the cache and its token ids to a file."""
         import torch
 
-        where = check_out(Path(path))
+        where = check_out(Path(path), option="/save")
         self.cache.save(where, torch.tensor([self.turns.ids[: self.cache.get_seq_length()]]), self._model)
         output.show(f"{where}: {output.human_bytes(where.stat().st_size)}")
 

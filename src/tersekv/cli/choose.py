@@ -8,8 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from tersekv.cli import estimate, output, sizes
+from tersekv.cli.bare import Cell
 from tersekv.cli.generate import load, utf8
 from tersekv.errors import UserError
+from tersekv.units import parse_bytes, parse_tokens
 
 PREFIX, READ, LEAST_PREFIX = 2048, 256, 256
 """Tokens of the text that are packed and then read, and the fewest that are packed."""
@@ -37,15 +39,20 @@ def choose(
         if not text.is_file():
             raise UserError(f"--try {text} is not a file: give a text file")
         utf8(text.read_bytes(), f"--try {text}")  # before the model is loaded
+    tokens = None if context is None else parse_tokens(context, "--context")
+    if memory is not None:
+        parse_bytes(memory, "--memory")
     with output.step("loading torch and transformers"):
         from tersekv.hf.choice import choose as chosen
         from tersekv.recipe import Recipe
 
-        found = chosen(model, memory, context)
+        found = chosen(model, memory, tokens)
     quick = [other for other in found.others if not Recipe.parse(other).policy().allots]  # others are measured first
     tried = [] if text is None else try_on(model, text, [found.recipe, *quick])
     if as_json:
-        output.print_json({"model": model, **found._asdict(), "tried": tried})
+        document = found._asdict()
+        document["peak_bytes"], document["peak_bytes_in_chunks"] = document.pop("peak")
+        output.print_json({"model": model, **document, "tried": tried})
         return
     size = f"{output.human_bytes(found.bytes)} at {found.tokens:,} tokens"
     output.show(f"recipe  {found.recipe}")
@@ -60,8 +67,8 @@ def choose(
             (
                 sizes.short_name(one["recipe"]),
                 f"{one['bits']:.2f}",
-                f"{one['kl']:.4f}",
-                f"{one['same']:.1%}",
+                Cell(f"{one['kl']:.4f}", {"{} (nats)": one["kl"]}),
+                Cell(f"{one['same']:.1%}", {"{} (share)": one["same"]}),
                 one["words"],
             )
             for one in tried

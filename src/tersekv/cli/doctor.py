@@ -75,6 +75,8 @@ def describe(model: str, recipes: list[str]) -> dict[str, Any]:
     return {
         "model": model,
         "properties": properties(known, biases),
+        "context_tokens": known.longest,
+        "weight_bytes_bf16": _weights(known),
         "recipes": [verdict(recipe, known, biases, known.usual_tokens) for recipe in parsed],
     }
 
@@ -101,6 +103,13 @@ def properties(known: facts.Known, biases: bool | None) -> dict[str, str]:
     except UserError as error:
         said["weights"] = f"unknown: {error}"
     return said
+
+
+def _weights(known: facts.Known) -> int | None:
+    try:
+        return known.weights()
+    except UserError:
+        return None
 
 
 def rope_of(known: facts.Known) -> str:

@@ -4,6 +4,7 @@ weights."""
 from __future__ import annotations
 
 import functools
+import logging
 import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
@@ -12,11 +13,13 @@ import typer
 
 from tersekv.cli import estimate_tables, output
 from tersekv.errors import UserError
-from tersekv.hf.facts import bias_fault, load_known, most_tokens, refusals
+from tersekv.hf.facts import Known, bias_fault, load_known, most_tokens, refusals
 from tersekv.units import LONGEST, parse_tokens
 
 GENERATED = 1000
 """Number of tokens generated one by one in the estimate of slack."""
+
+log = logging.getLogger(__name__)
 
 DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 MODEL_HELP = (
@@ -71,7 +74,7 @@ def estimate(
         else:
             estimate_tables.show_kvquant(document)
         return
-    lengths = [parse_tokens(part, "--context") for part in (DEFAULT_CONTEXT if context is None else context).split(",")]
+    lengths = [] if context is None else [parse_tokens(part, "--context") for part in context.split(",")]
     limit = None if memory is None else parse_memory(memory)
     chunk = 0 if prefill_chunk is None else parse_tokens(prefill_chunk, "--prefill-chunk")
     with output.step("loading torch and transformers"):
@@ -105,77 +108,117 @@ def describe(
     model: str, recipes: Sequence[str], lengths: Sequence[int], batch: int, limit: int | None, chunk: int = 0
 ) -> dict[str, Any]:
     """Return the document of --json: contexts and break-even length per recipe, and with a limit
-    what fits. chunk: prompt tokens per forward pass, 0 for all at once.
+    what fits. lengths: those of `DEFAULT_CONTEXT` that the model reads if empty. chunk: prompt tokens
+    per forward pass, 0 for all at once.
 
     Raises:
         UserError: a recipe is given twice or does not support the model.
     """
     from tersekv.recipe import Recipe
-    from tersekv.sizes.estimate import break_even, last_change, predict
 
     parsed = [Recipe.parse(recipe) for recipe in recipes]
     twice = next((recipe for i, recipe in enumerate(parsed) if recipe in parsed[:i]), None)
     if twice is not None:
         raise UserError(f"--recipe {twice} was given twice: give each recipe once")
     known = load_known(model)
-    shape, weights = known.shape, known.weights() if limit is not None else 0
-    biases = bool(known.key_bias())
+    longest = known.longest
+    lengths = lengths or _usual(longest)
+    if longest and max(lengths) > longest:
+        log.warning(f"--context {max(lengths):,} is beyond the {longest:,} tokens that {model} reads at most")
+    weights = known.weights() if limit is not None else 0
     room = None if limit is None else limit - weights
+    described: list[dict[str, Any]] = []
+    for recipe in parsed:
+        try:
+            described.append(_describe_one(known, recipe, lengths, batch, chunk, room))
+        except UserError as error:
+            raise error if len(parsed) == 1 else UserError(f"--recipe {recipe}: {error}") from error
+    sizes = _sizes_by_length(known.shape, parsed, batch)
+    _compare(described, parsed if len(parsed) > 1 else [Recipe.parse(output.DEFAULT_RECIPE)], sizes, known, batch)
+    document: dict[str, Any] = {"model": model, "longest_tokens": longest, "batch": batch, "recipes": described}
+    if limit is not None and room is not None:
+        document |= {"memory_bytes": limit, "weight_bytes_bf16": weights, **_fitting(described, sizes, limit, room)}
+    return document
+
+
+def _usual(longest: int | None) -> list[int]:
+    """Return the lengths for which no --context was given: what the model reads at most is the last one."""
+    every = [parse_tokens(part) for part in DEFAULT_CONTEXT.split(",")]
+    return every if longest is None else [n for n in every if n < longest] + [min(longest, every[-1])]
+
+
+def _sizes_by_length(shape: Any, recipes: Sequence[Any], batch: int) -> dict[str, Callable[[int], int]]:
+    """Return functions from tokens to bytes: of the plain caches, and of each recipe."""
+    from tersekv.sizes.estimate import predict
+
     sizes: dict[str, Callable[[int], int]] = {
         "bf16": lambda n: shape.elements(n, batch) * 2,
         "fp8": lambda n: shape.elements(n, batch),
     }
-    described: list[dict[str, Any]] = []
-    for recipe in parsed:
-        try:
-            if reasons := refusals(recipe, known.config):
-                raise UserError("; ".join(reasons))
-            rows = [{"tokens": n, **_sizes(predict(shape, recipe, n, batch), room)} for n in lengths]
-            for row in rows:
-                row["peak_bytes"] = known.peak(row["bytes"], row["tokens"], batch, chunk)
-            least = break_even(shape, recipe, batch)
-        except UserError as error:
-            raise error if len(parsed) == 1 else UserError(f"--recipe {recipe}: {error}") from error
+    for recipe in recipes:
         sizes[str(recipe)] = functools.cache(lambda n, recipe=recipe: predict(shape, recipe, n, batch).total_bytes)
-        described.append(
-            {
-                "recipe": str(recipe),
-                "break_even_tokens": least,
-                "contexts": rows,
-                "generating": _generating(shape, recipe, max(lengths), batch),
-                "layers": predict(shape, recipe, max(lengths), batch).coded,
-                "equal_heads": recipe.policy().needs_scores,
-                "equal_layers": recipe.policy().allots,
-                "advice": bias_fault(recipe, shape) if biases else None,
-            }
-        )
-    first = parsed[0] if len(parsed) > 1 else Recipe.parse(output.DEFAULT_RECIPE)
-    if not refusals(first, known.config):
-        size = sizes.get(str(first), lambda n: predict(shape, first, n, batch).total_bytes)
-        for one in described:
-            if one["recipe"] != str(first):
-                tokens, order = last_change(sizes[one["recipe"]], size)
-                one["compared"] = {"with": str(first), "tokens": tokens, "order": order}
-    document: dict[str, Any] = {"model": model, "batch": batch, "recipes": described}
-    if limit is not None and room is not None:
-        rows_of = {one["recipe"]: one["contexts"] for one in described}
-        plain = {name: [_fit(sizes[name](n), room) for n in lengths] for name in ("bf16", "fp8")}
-        beside = {}
-        for name, size in sizes.items():
-            fits = [row["fits"] for row in rows_of.get(name, plain.get(name, []))]
-            unfit = [n for n, fit in zip(lengths, fits, strict=True) if not fit]
-            beside[name] = most_tokens(size, room, min(unfit, default=LONGEST))
-        document |= {
-            "memory_bytes": limit,
-            "weight_bytes_bf16": weights,
-            "plain": {
-                name: [{"tokens": n, **row} for n, row in zip(lengths, rows, strict=True)]
-                for name, rows in plain.items()
-            },
-            "most_tokens": {name: most_tokens(size, limit) for name, size in sizes.items()},
-            "most_tokens_beside_weights": beside,
-        }
-    return document
+    return sizes
+
+
+def _describe_one(
+    known: Known, recipe: Any, lengths: Sequence[int], batch: int, chunk: int, room: int | None
+) -> dict[str, Any]:
+    """Return the part of one recipe.
+
+    Raises:
+        UserError: it does not support the model.
+    """
+    from tersekv.sizes.estimate import break_even, predict
+
+    if reasons := refusals(recipe, known.config):
+        raise UserError("; ".join(reasons))
+    shape = known.shape
+    rows = [{"tokens": n, **_sizes(predict(shape, recipe, n, batch), room)} for n in lengths]
+    for row in rows:
+        row["peak_bytes"] = known.peak(row["bytes"], row["tokens"], batch, chunk)
+    return {
+        "recipe": str(recipe),
+        "break_even_tokens": break_even(shape, recipe, batch),
+        "contexts": rows,
+        "generating": _generating(shape, recipe, max(lengths), batch),
+        "layers": predict(shape, recipe, max(lengths), batch).coded,
+        "equal_heads": recipe.policy().needs_scores,
+        "equal_layers": recipe.policy().allots,
+        "advice": bias_fault(recipe, shape) if known.key_bias() else None,
+    }
+
+
+def _compare(
+    described: list[dict[str, Any]], parsed: Sequence[Any], sizes: dict[str, Any], known: Known, batch: int
+) -> None:
+    """Add to each recipe from which length on it is smaller than the first of `parsed`, or larger."""
+    from tersekv.sizes.estimate import last_change
+
+    first = parsed[0]
+    if refusals(first, known.config):
+        return
+    size = _sizes_by_length(known.shape, [first], batch)[str(first)]
+    for one in described:
+        if one["recipe"] != str(first):
+            tokens, order = last_change(sizes[one["recipe"]], size)
+            one["compared"] = {"with": str(first), "tokens": tokens, "order": order}
+
+
+def _fitting(
+    described: list[dict[str, Any]], sizes: dict[str, Callable[[int], int]], limit: int, room: int
+) -> dict[str, Any]:
+    """Return what fits into `limit` without weights and into `room` beside them."""
+    lengths = [row["tokens"] for row in described[0]["contexts"]]
+    plain = {name: [{"tokens": n, **_fit(sizes[name](n), room)} for n in lengths] for name in ("bf16", "fp8")}
+    beside = {}
+    for name, rows in (plain | {one["recipe"]: one["contexts"] for one in described}).items():
+        unfit = [row["tokens"] for row in rows if not row["fits"]]
+        beside[name] = most_tokens(sizes[name], room, min(unfit, default=LONGEST))
+    return {
+        "plain": plain,
+        "most_tokens": {name: most_tokens(size, limit) for name, size in sizes.items()},
+        "most_tokens_beside_weights": beside,
+    }
 
 
 def _sizes(footprint: Any, room: int | None) -> dict[str, Any]:
@@ -239,8 +282,13 @@ def reproduce(batch: int | None = None) -> dict[str, Any]:
     return {
         "tables": [
             {
-                "title": f"KVQuant (arXiv 2401.18079), {title}, GB of 2³⁰ bytes",
-                "columns": ["model", "what", *rows[0].gigabytes, *(("bits", "our bits") if rows[0].bits else ())],
+                "title": f"KVQuant (arXiv 2401.18079), {title}",
+                "columns": [
+                    "model",
+                    "what",
+                    *(f"{context} (GiB)" for context in rows[0].gigabytes),
+                    *(("bits", "our bits") if rows[0].bits else ()),
+                ],
                 "rows": [
                     [row.model, row.label, *(round(size, 4) for size in (*row.gigabytes.values(), *(row.bits or ())))]
                     for row in rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from tersekv.cli import output, sizes
+from tersekv.cli.bare import Cell, size
 from tersekv.units import LONGEST
 
 
@@ -60,12 +61,12 @@ def _show_one(document: dict[str, Any]) -> None:
         cells.append(
             (
                 f"{row['tokens']:,}",
-                output.human_bytes(row["bytes"]),
-                output.human_bytes(row["bytes_bf16"]),
+                size(row["bytes"], "{}"),
+                size(row["bytes_bf16"]),
                 f"{row['bits_per_element']:.2f}",
                 f"{row['ratio_bf16']:.2f}",
                 f"{row['ratio_fp8']:.2f}",
-                "unknown" if row["peak_bytes"] is None else output.human_bytes(row["peak_bytes"]),
+                "unknown" if row["peak_bytes"] is None else size(row["peak_bytes"]),
             )
         )
     output.show(output.table(_title(document, one["recipe"]), columns, cells))
@@ -75,10 +76,11 @@ def _show_one(document: dict[str, Any]) -> None:
         return
     memory, weights = document["memory_bytes"], document["weight_bytes_bf16"]
     beside = document["most_tokens_beside_weights"]
-    headings = ("cache", "tokens", f"tokens beside bf16 weights ({output.human_bytes(weights)})")
+    headings = ("cache", "tokens", "tokens beside bf16 weights")
     rows = [(name, _count(n), _count(beside[name])) for name, n in document["most_tokens"].items()]
     sequences = "" if document["batch"] == 1 else f", batch {document['batch']}"
-    output.show(output.table(f"most tokens in {output.human_bytes(memory)}{sequences}", headings, rows))
+    title = f"most tokens in {output.human_bytes(memory)}{sequences}; bf16 weights take {output.human_bytes(weights)}"
+    output.show(output.table(title, headings, rows))
     if weights >= memory:
         output.show(f"{sizes.no_room(weights, memory)}.")
         return
@@ -117,9 +119,11 @@ def _show_several(document: dict[str, Any]) -> None:
         output.show(f"{sizes.short_name(one['recipe'])}: {said}.")
 
 
-def _cell(size: int, ratio: float, fits: bool | None) -> str:
+def _cell(bytes: int, ratio: float, fits: bool | None) -> Cell:
     answer = "" if fits is None else "\nfits" if fits else "\ntoo large"
-    return f"{output.human_bytes(size)}\n{ratio:.2f}×{answer}"
+    numbers = {"{} tokens (bytes)": bytes, "{} tokens (× bf16)": round(ratio, 4)}
+    text = f"{output.human_bytes(bytes)}\n{ratio:.2f}×{answer}"
+    return Cell(text, numbers if fits is None else numbers | {"{} tokens, fits": "yes" if fits else "no"})
 
 
 def _count(tokens: int) -> str:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.bare import Cell, size
 from tersekv.cli.command import Command, made
 from tersekv.cli.generate import load
 from tersekv.cli.installation import run_header
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 TASKS_HELP = "Tasks: divergence, lines, longbench, needle, passkey, perplexity, ruler."
 RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated; bits=2..4 and bits=2,4 give several recipes."
 QUARTERS_HELP = "For divergence: also show it by quarters of the windows, and the negative log-likelihood."
+ACROSS_HELP = "One column per recipe and one row per figure, as in the README."
 OUT_HELP = "Output folder for records.jsonl. Evaluations that it already has are not repeated."
 
 
@@ -66,6 +68,7 @@ def evaluate(
     out: Annotated[Path | None, typer.Option("--out", "-o", help=OUT_HELP)] = None,
     calibration: output.Calibrations = None,
     quarters: Annotated[bool, typer.Option("--quarters", help=QUARTERS_HELP)] = False,
+    across: Annotated[bool, typer.Option("--across", help=ACROSS_HELP)] = False,
     as_json: output.Json = False,
 ) -> None:
     """Score the full cache and packed caches on the same samples of one or more tasks.
@@ -89,7 +92,7 @@ def evaluate(
     names = names_as_asked([summary.recipe for summary in summaries], recipe or [])
     for name, task in chosen.items():
         ours = [summary for summary in summaries if summary.task == name]
-        output.show(_table(name, task, ours, names, quarters))
+        output.show(_table(name, task, ours, names, quarters, across))
 
 
 def _run(
@@ -113,10 +116,11 @@ def _run(
 
 
 def _table(
-    name: str, task: Task, summaries: Sequence[harness.Summary], names: dict[str, str], quarters: bool
-) -> output.Tables:
-    """Return a table with one row per recipe, each metric with its standard error. Notes below it
-    explain short names."""
+    name: str, task: Task, summaries: Sequence[harness.Summary], names: dict[str, str], quarters: bool,
+    across: bool = False,
+) -> output.Tables:  # fmt: skip
+    """Return a table with one row per recipe, or with `across` one column. Each metric has its
+    standard error. Notes below explain short names."""
     from tersekv.lab.evals.tasks.divergence import in_words
 
     metrics = [metric for metric in (summaries[0].metrics if summaries else ()) if quarters or metric not in task.more]
@@ -133,7 +137,7 @@ def _table(
     )
     rows = [
         (
-            *(names[s.recipe], s.samples, f"{s.bits_per_element:.2f}", output.human_bytes(s.bytes)),
+            *(names[s.recipe], s.samples, f"{s.bits_per_element:.2f}", size(s.bytes, "{}")),
             *(_estimate(*s.metrics[metric]) for metric in metrics),
             f"{s.seconds:.1f}",
             *((words,) if said else ()),
@@ -141,8 +145,16 @@ def _table(
         for s, words in zip(summaries, described, strict=True)
     ]
     notes = [f"{names[s.recipe]} = {s.recipe}" for s in summaries if names[s.recipe] != s.recipe]
-    return output.table(f"{name}: {task.about()}", columns, rows, notes=notes, words=said)
+    title = f"{name}: {task.about()}"
+    if not across:
+        return output.table(title, columns, rows, notes=notes, words=said)
+    first, *others = zip(columns, *rows, strict=True)
+    return output.table(title, ("", *first[1:]), others, notes=notes, words=said, by_column=str(first[0]))
 
 
-def _estimate(mean: float, stderr: float) -> str:
-    return f"{mean:.4g}" + (f" ± {stderr:.2g}" if stderr == stderr else "")
+def _estimate(mean: float, stderr: float) -> Cell:
+    known = stderr == stderr
+    return Cell(
+        f"{mean:.4g}" + (f" ± {stderr:.2g}" if known else ""),
+        {"{}": mean} | ({"{}, standard error": stderr} if known else {}),
+    )

@@ -11,6 +11,7 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     ),
     "eval": (
         "eval divergence -r default -r kivi:bits=2..4 --prefix 1k",
+        "eval divergence -r default -r safe --prefix 1k --across",
         "eval passkey needle -r safe --lengths 2k,4k --samples 20 -o results",
         "eval perplexity -r default --text book.txt --format md",
     ),

@@ -10,9 +10,9 @@ from tersekv.atomic_write import atomic_write
 from tersekv.errors import UserError
 
 
-def check_out(out: Path, suffixes: Sequence[str] = ()) -> Path:
+def check_out(out: Path, suffixes: Sequence[str] = (), option: str = "--out") -> Path:
     """Return `out` with `~` expanded, if it has one of the suffixes (if any are given) and its
-    folder is writable.
+    folder is writable. option: as errors name it.
 
     Raises:
         UserError: `out` has another suffix or is a folder, or its folder does not exist or is not
@@ -21,17 +21,17 @@ def check_out(out: Path, suffixes: Sequence[str] = ()) -> Path:
     try:
         path = out.expanduser()
     except RuntimeError as error:
-        raise UserError(f"--out {out} names a home folder that does not exist; write the path in full") from error
+        raise UserError(f"{option} {out} names a home folder that does not exist; write the path in full") from error
     allowed = ", ".join(f".{suffix}" for suffix in suffixes)
     if suffixes and path.suffix.lower().removeprefix(".") not in suffixes:
         came = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
-        raise UserError(f"--out {out} {came}: give a file that ends in {allowed.replace(', ', ' or ')}")
+        raise UserError(f"{option} {out} {came}: give a file that ends in {allowed.replace(', ', ' or ')}")
     if path.is_dir():
-        raise UserError(f"--out {out} is a folder: give a file in it")
+        raise UserError(f"{option} {out} is a folder: give a file in it")
     if not path.parent.is_dir():
-        raise UserError(f"--out {out}: there is no folder {path.parent}; make it first, or give another")
+        raise UserError(f"{option} {out}: there is no folder {path.parent}; make it first, or give another")
     if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise UserError(f"--out {out}: the folder {path.parent} cannot be written; give another")
+        raise UserError(f"{option} {out}: the folder {path.parent} cannot be written; give another")
     return path
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tersekv.cli import output, sizes
+from tersekv.cli.bare import Cell, size
 from tersekv.errors import UserError
 from tersekv.units import parse_tokens
 
@@ -183,11 +184,9 @@ def summary(outcomes: Sequence[Outcome], title: str, differs: dict[str, Any] | N
     held = [o.footprint for o in outcomes]
     parts = [p for p in ("exact", *PARTS) if any(p in h.parts for h in held)]
     names = {"exact": "unpacked keys and values"}
-    rows = [
-        row(names.get(p, p), [output.human_bytes(h.parts[p]) if p in h.parts else "-" for h in held]) for p in parts
-    ]
+    rows = [row(names.get(p, p), [size(h.parts[p]) if p in h.parts else "-" for h in held]) for p in parts]
     rows += [
-        row("cache, all parts", [output.human_bytes(h.total_bytes) for h in held]),
+        row("cache, all parts", [size(h.total_bytes) for h in held]),
         row("tokens in the cache", [f"{h.tokens:,}" for h in held]),
         row("true bits per element", [f"{h.bits_per_element:.2f}" for h in held]),
         row("times smaller than bfloat16", [f"{h.ratio(16):.2f}" for h in held]),
@@ -195,17 +194,17 @@ def summary(outcomes: Sequence[Outcome], title: str, differs: dict[str, Any] | N
         row("tokens from the prompt cache", [f"{o.cached_tokens:,}" for o in outcomes]),
         row("prefill seconds", [f"{o.prefill_seconds:.2f}" for o in outcomes]),
         row("decode tokens/s", [f"{o.decode_tokens_per_second:.2f}" for o in outcomes]),
-        row("peak memory of prefill + cache", [output.human_bytes(o.peak_bytes) for o in outcomes]),
+        row("peak memory of prefill + cache", [size(o.peak_bytes) for o in outcomes]),
     ]
     notes = []
     if differs is not None:
-        found, name = differs["divergence"], sizes.short_name(outcomes[1].recipe)
+        equal, found, name = differs["agreement"], differs["divergence"], sizes.short_name(outcomes[1].recipe)
         rows.append(
-            row("equal new tokens at the start", ["-", f"{differs['agreement']} of {len(outcomes[0].new_ids)}"])
+            row("equal new tokens at the start", ["-", Cell(f"{equal} of {len(outcomes[0].new_ids)}", {"{}": equal})])
         )
         rows.append(row("divergence, nats", ["-", f"{found['kl']:.4f}"]))
         notes = [f"{name}: {found['words']}, by the divergence of the answer's first {found['tokens']} tokens."]
-    return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows, notes=notes)
+    return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows, notes=notes, by_column="cache")
 
 
 def say_where_nothing_is_gained(outcomes: Sequence[Outcome], config: Any) -> None:

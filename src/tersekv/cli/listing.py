@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.bare import Cell
 from tersekv.registry import sentences
 
 LAYERS = {64: 30, 128: 32}
@@ -55,7 +56,7 @@ def _show_all(document: dict[str, Any]) -> None:
             f"{row['title']}, {row['paper']}" if row["paper"] else row["title"],
             row["fits_on"] or "-",
             row["kernels"],
-            *(_bits(row["bits"][str(d)]) for d in LAYERS),
+            *(_bits(row["bits"][str(d)], d) for d in LAYERS),
         )
         for row in document["methods"]
     ]
@@ -77,7 +78,7 @@ def _show_one(one: dict[str, Any]) -> None:
 
     output.show(f"{one['does']}\nGood for: {one['good_for']}\nBad for: {one['bad_for']}")
     if "bits" in one:
-        each = "; ".join(f"{_bits(one['bits'][str(d)])} with head dim {d}" for d in LAYERS)
+        each = "; ".join(f"{_bits(one['bits'][str(d)], d)} with head dim {d}" for d in LAYERS)
         output.show(f"Bits of keys / values / mean: {each}. Fitted on: {one['fits_on'] or 'nothing'}.")
         output.show(f"Kernels: {one['kernels']}.")
     rows = [(option, written(default), one["says"][option]) for option, default in one["options"].items()]
@@ -182,8 +183,9 @@ def _both_sides(recipe: str, layers: int, head_dim: int) -> dict[str, float]:
     return {"keys": round(keys, 4), "values": round(values, 4), "mean": round((keys + values) / 2, 4)}
 
 
-def _bits(sides: dict[str, float]) -> str:
-    return f"{sides['keys']:.2f} / {sides['values']:.2f} / {sides['mean']:.2f}"
+def _bits(sides: dict[str, float], head_dim: int) -> Cell:
+    numbers = {f"bits, head dim {head_dim}, {side}": bits for side, bits in sides.items()}
+    return Cell(f"{sides['keys']:.2f} / {sides['values']:.2f} / {sides['mean']:.2f}", numbers)
 
 
 def kernels_of(pair: Any, head_dim: int = max(LAYERS)) -> str:

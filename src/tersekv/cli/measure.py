@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from tersekv.cli import output
 from tersekv.lab.bench.memory import PeakMemory
 from tersekv.serving.local.answers import Sampling, Write, pad_id
+from tersekv.versions import cache_argument
 
 if TYPE_CHECKING:
     from tersekv.cache.footprint import Footprint
@@ -115,7 +116,7 @@ def generate(
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
-            past_key_values=cache,
+            **cache_argument(model, cache),
             streamer=clock,
             stop_strings=list(sampling.stop) or None,
             tokenizer=tokenizer,

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.bare import size
 from tersekv.errors import UserError
 
 app = typer.Typer(help="List, download and verify models known by name.", no_args_is_help=True)
@@ -27,7 +28,7 @@ def list_models(as_json: output.Json = False) -> None:
         ]
         output.print_json({"models": documents, "published": known_models.names()})
         return
-    cells = [(r.name, r.title, r.state, str(r.where), output.human_bytes(r.bytes)) for r in rows]
+    cells = [(r.name, r.title, r.state, str(r.where), size(r.bytes)) for r in rows]
     output.show(output.table("models", ("name", "model", "state", "where", "size"), cells, left=4))
     output.show("Any other --model is a folder, a GGUF file or a Hub id.")
     output.show(f"`tersekv estimate` also knows the shapes of {', '.join(known_models.names())}.")

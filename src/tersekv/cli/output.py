@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
 from rich.text import Text
 
+from tersekv.cli.bare import as_csv
 from tersekv.cli.tables import Tables, texts, warned
 from tersekv.units import human_bytes as human_bytes
 
@@ -74,11 +75,11 @@ def use_form(form: Form) -> None:
 
 def table(
     title: str, columns: Sequence[str], rows: Sequence[Sequence[Any]], left: int = 1, notes: Sequence[str] = (),
-    words: Sequence[str] = (),
+    words: Sequence[str] = (), by_column: str = "",
 ) -> Tables:  # fmt: skip
     """Return a table whose first `left` columns and those in `words` are text, and the others numbers.
-    notes: lines below it."""
-    return Tables(title, columns, texts(rows), left, notes, words)
+    notes: lines below it. by_column: see `Tables`."""
+    return Tables(title, columns, texts(rows), left, notes, words, by_column)
 
 
 def show(item: Tables | str) -> None:
@@ -86,7 +87,7 @@ def show(item: Tables | str) -> None:
     if _form == "text":
         stdout().print(item if isinstance(item, Tables) else warned(item), markup=False)
     elif isinstance(item, Tables):
-        stream(f"{item.csv() if _form == 'csv' else item.markdown()}\n", is_table=True)
+        stream(f"{as_csv(item) if _form == 'csv' else item.markdown()}\n", is_table=True)
     else:
         stream(f"{item}\n" if _form == "csv" else f"{item}\n\n")
 

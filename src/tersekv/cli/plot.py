@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from tersekv.cli import output
+from tersekv.cli.bare import bare
 from tersekv.cli.files import check_out, write_whole
 from tersekv.cli.generate import load
 from tersekv.errors import UserError, hint
@@ -98,14 +99,15 @@ def plot(
     with output.step(f"drawing {kind}"):
         picture = render(chosen, source, **{name: given[name] for name in chosen.options if name in given})
         write_whole(path, to_bytes(picture, path.suffix.lower().removeprefix(".")))
+    tables = [output.table(made.title, made.columns, made.rows, left=made.left) for made in picture.tables]
     if as_json:
-        tables = [
-            {"title": t.title, "columns": list(t.columns), "rows": [list(r) for r in t.rows]} for t in picture.tables
+        documents = [
+            {"title": made.title, **dict(zip(("columns", "rows"), bare(made), strict=True))} for made in tables
         ]
-        output.print_json({"plot": kind, "out": str(path), "shows": picture.alt, "tables": tables})
+        output.print_json({"plot": kind, "out": str(path), "shows": picture.alt, "tables": documents})
         return
-    for made in picture.tables:
-        output.show(output.table(made.title, made.columns, made.rows, left=made.left))
+    for made in tables:
+        output.show(made)
     output.show(f"{kind}: {path}")
 
 

@@ -9,8 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from tersekv.cli import output, sizes
+from tersekv.cli.bare import size as sized
 from tersekv.cli.files import check_out
 from tersekv.cli.generate import load, read_text
+from tersekv.versions import cache_argument
 
 app = typer.Typer(help="Keep packed caches of prompts in files, to read each prompt only once.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="File from `tersekv prompt-cache build`.")]
@@ -49,7 +51,7 @@ def build(
     cache = tersekv.CompressedCache(network.config, recipe, learnt)
     start = time.perf_counter()
     with tersekv.compress(network, recipe, learnt), torch.inference_mode(), measure.prefill_progress(network):
-        network(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        network(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(network, cache))
     read, start = time.perf_counter() - start, time.perf_counter()
     with output.step(f"writing {out}"):
         cache.save(out, ids)
@@ -110,10 +112,11 @@ def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
         ("model", f"{said['model_type']} {said['model'][:16]}"),
         ("tokens", f"{held['tokens']:,}" if said["batch"] == 1 else f"{said['batch']} × {held['tokens']:,}"),
         ("token ids", known),
-        ("file", output.human_bytes(size)),
-        ("cache, all parts", output.human_bytes(held["bytes"])),
+        ("file", sized(size)),
+        ("cache, all parts", sized(held["bytes"])),
         ("which is", sizes.against_bfloat16(held["bytes"], round(held["bytes"] * held["ratio_bf16"]))),
         ("written by tersekv", said["tersekv"]),
         *((name.replace("_", " "), str(value)) for name, value in more.items()),
     ]
-    output.show(output.table(str(file), ("", ""), rows))
+    words = ("recipe", "model", "token ids", "which is", "written by tersekv")
+    output.show(output.table(str(file), ("", ""), rows, words=words, by_column="prompt cache"))

@@ -10,9 +10,6 @@ from tersekv.cli import output
 from tersekv.cli.generate import load, use_threads
 from tersekv.errors import UserError
 
-GRACE = 1
-"""Seconds for open requests when the server is ended."""
-
 
 def serve_here(
     model: str,
@@ -33,12 +30,10 @@ def serve_here(
         extras.require("tersekv serve", package)
     listening = _listen(address)
     with output.step("loading torch and transformers"):
-        import uvicorn
-
         import tersekv
         from tersekv.calibration.find import calibration_for
         from tersekv.recipe import Recipe
-        from tersekv.serving.local.app import Server
+        from tersekv.serving.local.app import Server, Web
         from tersekv.serving.local.engine import Engine
 
         use_threads(threads)
@@ -47,11 +42,15 @@ def serve_here(
     with output.step("looking for the calibration"):
         learnt = calibration_for(network, parsed, calibration)
     template = tersekv.CompressedCache(network.config, parsed, learnt)
-    app = Server(model, Engine(network, tokenizer, template, cache_gib << 30), max_new_tokens).app()
+    server = Server(model, Engine(network, tokenizer, template, cache_gib << 30), max_new_tokens)
+    listening.listen()  # before the line, so that clients who wait for it can connect
     host, port = listening.getsockname()[:2]
     output.report(f"{model} with {parsed.name} at http://{host}:{port}/v1, one answer at a time; Ctrl-C ends it")
-    config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=GRACE)
-    uvicorn.Server(config).run(sockets=[listening])
+    try:
+        Web(server).run(sockets=[listening])
+    except KeyboardInterrupt:
+        output.report("the server has ended")
+        raise
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:

@@ -1,4 +1,4 @@
-"""Tables that stay readable at any width, and the same tables as Markdown or CSV.
+"""Tables that stay readable at any width, and the same tables as Markdown.
 
 Numbers and words are never broken. Recipes and paths that take more than half of the width are broken
 after their punctuation. Columns that do not fit go into further tables.
@@ -6,8 +6,6 @@ after their punctuation. Columns that do not fit go into further tables.
 
 from __future__ import annotations
 
-import csv
-import io
 import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -34,6 +32,9 @@ class Tables(NamedTuple):
 
     The first `left` columns are text and repeated in each. Of the others, those in `words` are text
     and the rest are numbers. notes: lines below.
+
+    by_column: what a column is about, if each column has the values of one thing and each row a
+        quantity; `words` then names rows. In CSV such a table is turned.
     """
 
     title: str
@@ -42,6 +43,7 @@ class Tables(NamedTuple):
     left: int
     notes: Sequence[str] = ()
     words: Sequence[str] = ()
+    by_column: str = ""
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = options.max_width
@@ -57,13 +59,6 @@ class Tables(NamedTuple):
         rows = [[" ".join(cell.split()).replace("|", "\\|") for cell in row] for row in (self.columns, *self.rows)]
         lines = ["| " + " | ".join(row) + " |" for row in (rows[0], marks, *rows[1:])]
         return "\n".join([f"**{self.title}**", "", *lines, *(f"\n{note}" for note in self.notes)]) + "\n"
-
-    def csv(self) -> str:
-        """Return the headings and the rows as lines of CSV."""
-        text = io.StringIO()
-        rows = [[" ".join(cell.split()) for cell in row] for row in (self.columns, *self.rows)]
-        csv.writer(text, lineterminator="\n").writerows(rows)
-        return text.getvalue()
 
     def _is_text(self, i: int) -> bool:
         return i < self.left or self.columns[i] in self.words
@@ -158,4 +153,4 @@ def warned(text: str) -> Text:
 
 def texts(rows: Sequence[Sequence[Any]]) -> list[list[str]]:
     """Return all cells as strings."""
-    return [[str(cell) for cell in row] for row in rows]
+    return [[cell if isinstance(cell, str) else str(cell) for cell in row] for row in rows]

@@ -24,6 +24,7 @@ class Known(NamedTuple):
     weights: function that returns their bytes in bfloat16.
     key_bias: function that returns if keys have biases, None if that is unknown.
     widths: on which activations depend, None if they are unknown or the model has experts.
+    reads: longest context of a published model.
     """
 
     shape: Any
@@ -31,6 +32,7 @@ class Known(NamedTuple):
     weights: Callable[[], int]
     key_bias: Callable[[], bool | None]
     widths: Any = None
+    reads: int | None = None
 
     @property
     def text(self) -> Any:
@@ -54,7 +56,7 @@ class Known(NamedTuple):
     @property
     def longest(self) -> int | None:
         """The model's longest context in tokens, None if it is unknown."""
-        return getattr(self.text, "max_position_embeddings", None)
+        return getattr(self.text, "max_position_embeddings", self.reads)
 
     @property
     def usual_tokens(self) -> int:
@@ -80,7 +82,7 @@ def load_known(model: str) -> Known:
     known = None if path.exists() else known_models.find(model)
     if known is not None:
         widths = Widths(known.hidden, known.mlp, known.vocabulary)
-        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases, widths)
+        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases, widths, known.reads)
     name = next((name for name in KNOWN if name.lower() == model.lower()), None)
     if name is not None:
         return Known(KNOWN[name], None, lambda: int(kvquant.model_gigabytes(name, 16) * kvquant.GIB), lambda: False)

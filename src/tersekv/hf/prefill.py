@@ -26,6 +26,7 @@ from tersekv.calibration.find import calibration_for
 from tersekv.hf.cache import CompressedCache, CompressedLayer
 from tersekv.hf.compress import compress
 from tersekv.models.config import attention_layers, text_config
+from tersekv.versions import cache_argument
 
 
 def new_cache(
@@ -60,7 +61,8 @@ class Prefill:
         last one. A cache that reads prompts twice gets a pass of its own."""
         if isinstance(cache, CompressedCache) and cache.reads_twice:
             with compress(self.model, cache):
-                return self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+                given = cache_argument(self.model, cache)
+                return self.model(input_ids=ids, use_cache=True, logits_to_keep=1, **given).logits[0, -1]
         observes = isinstance(cache, CompressedCache) and cache.observes
         if self._ids is None or not torch.equal(self._ids, ids) or (observes and not self._with_calls):
             self._with_calls |= observes  # stays True, because the next prompt gets the same recipes

@@ -26,6 +26,7 @@ class KnownModel:
     tied: True if input and output embedding are the same.
     window: sliding window in tokens, or None.
     full_every: every `full_every`-th layer has full attention, or None.
+    reads: longest context in tokens (max_position_embeddings).
     """
 
     name: str
@@ -41,6 +42,7 @@ class KnownModel:
     tied: bool
     window: int | None
     full_every: int | None
+    reads: int
 
     @property
     def shape(self) -> CacheShape:
@@ -86,45 +88,45 @@ table, some kB.
 
 # The columns are the fields of `KnownModel`. A dash is None.
 TABLE = """
-llama-3-8b        meta-llama/Meta-Llama-3-8B            llama        32  8 128  32  4096 14336 128256  no    - -
-llama-3-70b       meta-llama/Meta-Llama-3-70B           llama        80  8 128  64  8192 28672 128256  no    - -
-llama-3.1-8b      meta-llama/Llama-3.1-8B               llama        32  8 128  32  4096 14336 128256  no    - -
-llama-3.1-70b     meta-llama/Llama-3.1-70B              llama        80  8 128  64  8192 28672 128256  no    - -
-llama-3.1-405b    meta-llama/Llama-3.1-405B             llama       126  8 128 128 16384 53248 128256  no    - -
-llama-3.2-1b      meta-llama/Llama-3.2-1B               llama        16  8  64  32  2048  8192 128256 yes    - -
-llama-3.2-3b      meta-llama/Llama-3.2-3B               llama        28  8 128  24  3072  8192 128256 yes    - -
-llama-3.3-70b     meta-llama/Llama-3.3-70B-Instruct     llama        80  8 128  64  8192 28672 128256  no    - -
-qwen2.5-0.5b      Qwen/Qwen2.5-0.5B                     qwen2        24  2  64  14   896  4864 151936 yes    - -
-qwen2.5-1.5b      Qwen/Qwen2.5-1.5B                     qwen2        28  2 128  12  1536  8960 151936 yes    - -
-qwen2.5-3b        Qwen/Qwen2.5-3B                       qwen2        36  2 128  16  2048 11008 151936 yes    - -
-qwen2.5-7b        Qwen/Qwen2.5-7B                       qwen2        28  4 128  28  3584 18944 152064  no    - -
-qwen2.5-14b       Qwen/Qwen2.5-14B                      qwen2        48  8 128  40  5120 13824 152064  no    - -
-qwen2.5-32b       Qwen/Qwen2.5-32B                      qwen2        64  8 128  40  5120 27648 152064  no    - -
-qwen2.5-72b       Qwen/Qwen2.5-72B                      qwen2        80  8 128  64  8192 29568 152064  no    - -
-qwen3-0.6b        Qwen/Qwen3-0.6B                       qwen3        28  8 128  16  1024  3072 151936 yes    - -
-qwen3-1.7b        Qwen/Qwen3-1.7B                       qwen3        28  8 128  16  2048  6144 151936 yes    - -
-qwen3-4b          Qwen/Qwen3-4B                         qwen3        36  8 128  32  2560  9728 151936 yes    - -
-qwen3-8b          Qwen/Qwen3-8B                         qwen3        36  8 128  32  4096 12288 151936  no    - -
-qwen3-14b         Qwen/Qwen3-14B                        qwen3        40  8 128  40  5120 17408 151936  no    - -
-qwen3-32b         Qwen/Qwen3-32B                        qwen3        64  8 128  64  5120 25600 151936  no    - -
-gemma-3-270m      google/gemma-3-270m                   gemma3_text  18  1 256   4   640  2048 262144 yes  512 6
-gemma-3-1b        google/gemma-3-1b-pt                  gemma3_text  26  1 256   4  1152  6912 262144 yes  512 6
-gemma-3-4b        google/gemma-3-4b-pt                  gemma3_text  34  4 256   8  2560 10240 262208 yes 1024 6
-gemma-3-12b       google/gemma-3-12b-pt                 gemma3_text  48  8 256  16  3840 15360 262208 yes 1024 6
-gemma-3-27b       google/gemma-3-27b-pt                 gemma3_text  62 16 128  32  5376 21504 262208 yes 1024 6
-mistral-7b-v0.1   mistralai/Mistral-7B-v0.1             mistral      32  8 128  32  4096 14336  32000  no 4096 -
-mistral-7b-v0.3   mistralai/Mistral-7B-v0.3             mistral      32  8 128  32  4096 14336  32768  no    - -
-mistral-nemo-12b  mistralai/Mistral-Nemo-Base-2407      mistral      40  8 128  32  5120 14336 131072  no    - -
-mistral-small-24b mistralai/Mistral-Small-24B-Base-2501 mistral      40  8 128  32  5120 32768 131072  no    - -
+llama-3-8b        meta-llama/Meta-Llama-3-8B            llama        32  8 128  32  4096 14336 128256  no    - -   8192
+llama-3-70b       meta-llama/Meta-Llama-3-70B           llama        80  8 128  64  8192 28672 128256  no    - -   8192
+llama-3.1-8b      meta-llama/Llama-3.1-8B               llama        32  8 128  32  4096 14336 128256  no    - - 131072
+llama-3.1-70b     meta-llama/Llama-3.1-70B              llama        80  8 128  64  8192 28672 128256  no    - - 131072
+llama-3.1-405b    meta-llama/Llama-3.1-405B             llama       126  8 128 128 16384 53248 128256  no    - - 131072
+llama-3.2-1b      meta-llama/Llama-3.2-1B               llama        16  8  64  32  2048  8192 128256 yes    - - 131072
+llama-3.2-3b      meta-llama/Llama-3.2-3B               llama        28  8 128  24  3072  8192 128256 yes    - - 131072
+llama-3.3-70b     meta-llama/Llama-3.3-70B-Instruct     llama        80  8 128  64  8192 28672 128256  no    - - 131072
+qwen2.5-0.5b      Qwen/Qwen2.5-0.5B                     qwen2        24  2  64  14   896  4864 151936 yes    - -  32768
+qwen2.5-1.5b      Qwen/Qwen2.5-1.5B                     qwen2        28  2 128  12  1536  8960 151936 yes    - - 131072
+qwen2.5-3b        Qwen/Qwen2.5-3B                       qwen2        36  2 128  16  2048 11008 151936 yes    - -  32768
+qwen2.5-7b        Qwen/Qwen2.5-7B                       qwen2        28  4 128  28  3584 18944 152064  no    - - 131072
+qwen2.5-14b       Qwen/Qwen2.5-14B                      qwen2        48  8 128  40  5120 13824 152064  no    - - 131072
+qwen2.5-32b       Qwen/Qwen2.5-32B                      qwen2        64  8 128  40  5120 27648 152064  no    - - 131072
+qwen2.5-72b       Qwen/Qwen2.5-72B                      qwen2        80  8 128  64  8192 29568 152064  no    - - 131072
+qwen3-0.6b        Qwen/Qwen3-0.6B                       qwen3        28  8 128  16  1024  3072 151936 yes    - -  40960
+qwen3-1.7b        Qwen/Qwen3-1.7B                       qwen3        28  8 128  16  2048  6144 151936 yes    - -  40960
+qwen3-4b          Qwen/Qwen3-4B                         qwen3        36  8 128  32  2560  9728 151936 yes    - -  40960
+qwen3-8b          Qwen/Qwen3-8B                         qwen3        36  8 128  32  4096 12288 151936  no    - -  40960
+qwen3-14b         Qwen/Qwen3-14B                        qwen3        40  8 128  40  5120 17408 151936  no    - -  40960
+qwen3-32b         Qwen/Qwen3-32B                        qwen3        64  8 128  64  5120 25600 151936  no    - -  40960
+gemma-3-270m      google/gemma-3-270m                   gemma3_text  18  1 256   4   640  2048 262144 yes  512 6  32768
+gemma-3-1b        google/gemma-3-1b-pt                  gemma3_text  26  1 256   4  1152  6912 262144 yes  512 6  32768
+gemma-3-4b        google/gemma-3-4b-pt                  gemma3_text  34  4 256   8  2560 10240 262208 yes 1024 6 131072
+gemma-3-12b       google/gemma-3-12b-pt                 gemma3_text  48  8 256  16  3840 15360 262208 yes 1024 6 131072
+gemma-3-27b       google/gemma-3-27b-pt                 gemma3_text  62 16 128  32  5376 21504 262208 yes 1024 6 131072
+mistral-7b-v0.1   mistralai/Mistral-7B-v0.1             mistral      32  8 128  32  4096 14336  32000  no 4096 -  32768
+mistral-7b-v0.3   mistralai/Mistral-7B-v0.3             mistral      32  8 128  32  4096 14336  32768  no    - -  32768
+mistral-nemo-12b  mistralai/Mistral-Nemo-Base-2407      mistral      40  8 128  32  5120 14336 131072  no    - - 128000
+mistral-small-24b mistralai/Mistral-Small-24B-Base-2501 mistral      40  8 128  32  5120 32768 131072  no    - -  32768
 """
 
 
 def _read(line: str) -> KnownModel:
-    name, hub, kind, *sizes, tied, window, every = line.split()
+    name, hub, kind, *sizes, tied, window, every, reads = line.split()
     layers, kv_heads, head_dim, query_heads, hidden, mlp, vocabulary = map(int, sizes)
     spans = [None if text == "-" else int(text) for text in (window, every)]
     figures = (layers, kv_heads, head_dim, query_heads, hidden, mlp, vocabulary)
-    return KnownModel(name, hub, kind, *figures, tied == "yes", spans[0], spans[1])
+    return KnownModel(name, hub, kind, *figures, tied == "yes", spans[0], spans[1], int(reads))
 
 
 MODELS = {model.name: model for model in map(_read, TABLE.strip().splitlines())}

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tersekv.versions import cache_argument
+
 
 @dataclass(frozen=True)
 class Stopping:
@@ -44,7 +46,7 @@ class Stopping:
 
 def feed(model: Any, cache: Any, ids: Tensor) -> Tensor:
     """Read ids [1, n] over a cache. Return the logits [vocabulary] of the last token."""
-    return model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[0, -1]
+    return model(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache)).logits[0, -1]
 
 
 def greedy(model: Any, cache: Any, logits: Tensor, stopping: Stopping) -> str:
@@ -73,7 +75,8 @@ def nll_after(model: Any, cache: Any, logits: Tensor, ids: Sequence[int]) -> flo
     rows = logits[None].float()
     targets = torch.tensor(ids, device=logits.device)
     if len(ids) > 1:
-        following = model(input_ids=targets[None, :-1], past_key_values=copy.deepcopy(cache), use_cache=True).logits[0]
+        copied = cache_argument(model, copy.deepcopy(cache))
+        following = model(input_ids=targets[None, :-1], use_cache=True, **copied).logits[0]
         rows = torch.cat([rows, following.float()])
     return float(F.cross_entropy(rows, targets))
 
@@ -89,7 +92,7 @@ def loglikelihood(model: Any, cache: Any, last: int, following: Sequence[int], c
     targets = torch.tensor(following, device=model.device)
     total, greedy_says = 0.0, True
     for part, wanted in zip(read.split(chunk, dim=1), targets.split(chunk), strict=True):
-        rows = model(input_ids=part, past_key_values=cache, use_cache=True).logits[0].float()
+        rows = model(input_ids=part, use_cache=True, **cache_argument(model, cache)).logits[0].float()
         total -= F.cross_entropy(rows, wanted, reduction="sum").item()
         greedy_says = greedy_says and bool((rows.argmax(-1) == wanted).all())
     return total, greedy_says

@@ -32,6 +32,7 @@ from tersekv.hf.prefill import new_cache
 from tersekv.lab.evals.decoding import loglikelihood
 from tersekv.models import loading
 from tersekv.recipe import Recipe
+from tersekv.versions import cache_argument
 
 try:
     from lm_eval.api.registry import register_model
@@ -97,8 +98,10 @@ class TersekvLM(HFLM):
         """Return a cache that has read ids [B, T]. mask [B, T] is 0 at padding."""
         cache = new_cache(self.model, self.recipe)
         if ids.shape[1]:
-            padded = {} if mask is None else {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
-            self.model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **padded)
+            padded: dict[str, Any] = {} if mask is None else {"position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+            self.model(
+                input_ids=ids, attention_mask=mask, use_cache=True, **padded, **cache_argument(self.model, cache)
+            )
         return cache
 
     @torch.no_grad()
@@ -108,7 +111,7 @@ class TersekvLM(HFLM):
         mask = kwargs.get("attention_mask")
         with self._reading():
             cache = self._packed(context[:, :-1], None if mask is None else mask[:, :-1])
-            return super()._model_generate(context, max_length, stop, past_key_values=cache, **kwargs)
+            return super()._model_generate(context, max_length, stop, **cache_argument(self.model, cache), **kwargs)
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ from tersekv.lab.evals.prompt import Pack, Prompt
 from tersekv.lab.evals.tokenise import split_ids
 from tersekv.models.config import longest_context
 from tersekv.recipe import Recipe
+from tersekv.versions import cache_argument
 
 FULL = "full"
 
@@ -137,7 +138,7 @@ class Reader:
         ids = ids.to(self.model.device)
         cache = SimulatedCache(self.model.config, self._cache_recipe, sinks, self._calibration)
         cache.observe(self.model, ids)
-        logits = self.model(input_ids=ids, past_key_values=cache, use_cache=True).logits[0]
+        logits = self.model(input_ids=ids, use_cache=True, **cache_argument(self.model, cache)).logits[0]
         return logits, cache.footprint()
 
     @torch.no_grad()
@@ -154,7 +155,8 @@ class Reader:
         with self.reading():
             cache = self.read_context(ids[:, :prefix])
             parts = ids[:, prefix:].split(chunk, dim=1)
-            logits = torch.cat([self.model(input_ids=part, past_key_values=cache).logits[0] for part in parts])
+            given = cache_argument(self.model, cache)
+            logits = torch.cat([self.model(input_ids=part, **given).logits[0] for part in parts])
         return logits, held_by(cache)
 
     def extras(self) -> dict[str, Any]:
@@ -202,7 +204,8 @@ class Reader:
         simulated = SimulatedCache(self.model.config, recipe, recipe.policy().sinks, self._calibration, keep=True)
         simulated.observe(self.model, ids)
         # forward itself, because the hook of `compress` warns of a cache that is not compressed
-        output = self.model.forward(input_ids=ids, past_key_values=simulated, use_cache=True, logits_to_keep=1)
+        given = cache_argument(self.model, simulated)
+        output = self.model.forward(input_ids=ids, use_cache=True, logits_to_keep=1, **given)
         fill_layers(self.model, cache, [(tokens, None) for tokens in simulated.received], simulated.losses)
         return cache, output.logits[0, -1]
 
@@ -217,7 +220,10 @@ class Reader:
             self._last_pass = None  # freed before the next one is made
             cache, wanted = new_cache(self.model, None), ids.shape[1] - prefix
             out = self.model(
-                input_ids=ids.to(self.model.device), past_key_values=cache, use_cache=True, logits_to_keep=wanted
+                input_ids=ids.to(self.model.device),
+                use_cache=True,
+                logits_to_keep=wanted,
+                **cache_argument(self.model, cache),
             )
             kept = self._last_pass = ids, (out.logits[0, -wanted:], held_by(cache))
         logits, held = kept[1]

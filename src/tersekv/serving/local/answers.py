@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tersekv.hf.cache import CompressedCache
+from tersekv.versions import cache_argument
 
 Write = Callable[[str], None]
 UNFINISHED = "\ufffd"
@@ -168,7 +169,7 @@ def answer(
             model.generate(
                 input_ids=ids,
                 attention_mask=torch.ones_like(ids),
-                past_key_values=cache,
+                **cache_argument(model, cache),
                 streamer=streamer,
                 pad_token_id=pad_id(tokenizer, model),
                 **sampling.for_generate(),

@@ -18,12 +18,14 @@ import asyncio
 import contextlib
 import json
 import logging
+import socket
 import time
 import uuid
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
@@ -40,6 +42,9 @@ log = logging.getLogger(__name__)
 POLL = 0.2
 """Seconds between looks whether a client is still there."""
 
+GRACE = 1
+"""Seconds in which the last bytes are sent when the server is ended."""
+
 
 class Server:
     """The routes of one model. name: as clients call it. most_tokens: of an answer, where a request
@@ -48,7 +53,8 @@ class Server:
     def __init__(self, name: str, engine: Engine, most_tokens: int) -> None:
         self.name, self._engine, self._most = name, engine, most_tokens
         self._thread = ThreadPoolExecutor(1, "answers")
-        self._running: set[Stop] = set()
+        self._running: dict[Stop, asyncio.Future[Answer]] = {}
+        self._ended = False
         self._created = int(time.time())
 
     def app(self) -> Starlette:
@@ -65,9 +71,35 @@ class Server:
     @contextlib.asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         yield
-        for stop in self._running:
-            stop.set()
+        self.end()
         self._thread.shutdown(cancel_futures=True)
+
+    def end(self) -> None:
+        """Stop all answers. Their clients get an error at once, without waiting for the running layer."""
+        self._ended = True
+        for stop, running in self._running.items():
+            stop.set()
+            running.cancel()
+
+    async def _finished(self, running: asyncio.Future[Answer]) -> Answer:
+        """Wait for an answer.
+
+        Raises:
+            Stopped: its client has left.
+            RequestError: the answer failed, or the server was ended before.
+        """
+        try:
+            return await running
+        except asyncio.CancelledError as error:
+            if not self._ended:
+                raise
+            raise RequestError("the server was ended before the end of the answer", status=503) from error
+        except Stopped:
+            raise
+        except Exception as error:
+            log.error("an answer failed", exc_info=error)
+            text = f"the answer failed: {type(error).__name__}: {str(error)[:300]}"
+            raise RequestError(text, status=500) from error
 
     async def models(self, request: HttpRequest) -> Response:
         """Answer a request for all models, or for one."""
@@ -99,11 +131,9 @@ class Server:
             return StreamingResponse(self._events(http, form, request, ids), media_type="text/event-stream")
         async with self._answering(http, request, ids, lambda text: None) as running:
             try:
-                answer = await running
+                answer = await self._finished(running)
             except Stopped:
                 return Response(status_code=499)  # nobody reads it
-            except Exception as error:
-                raise _failure(error) from error
         return JSONResponse(form.whole(answer, ids.shape[1]))
 
     async def _events(self, http: HttpRequest, form: Form, request: Request, ids: Any) -> AsyncIterator[str]:
@@ -120,11 +150,11 @@ class Server:
             while (text := await pieces.get()) is not None:
                 yield _event(form.piece(text))
             try:
-                answer = await running
+                answer = await self._finished(running)
             except Stopped:
                 return
-            except Exception as error:  # the status has been sent, so the error is an event
-                yield _event(_failure(error).document())
+            except RequestError as error:  # the status has been sent, so the error is an event
+                yield _event(error.document())
                 return
         yield _event(form.piece("", finish=_finish(answer)))
         if request.usage_in_stream:
@@ -143,17 +173,30 @@ class Server:
                 await asyncio.sleep(POLL)
             stop.set()
 
-        self._running.add(stop)
         watcher = asyncio.create_task(watch())
         loop = asyncio.get_running_loop()
         running = loop.run_in_executor(self._thread, self._engine.answer, ids, request.sampling, write, stop)
         running.add_done_callback(lambda done: done.cancelled() or done.exception())  # also where nobody waits
+        self._running[stop] = running
         try:
             yield running
         finally:
             stop.set()
             watcher.cancel()
-            self._running.discard(stop)
+            self._running.pop(stop)
+
+
+class Web(uvicorn.Server):
+    """uvicorn with the routes of a server. It ends answers first, because it waits for open requests."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(uvicorn.Config(server.app(), log_level="warning", timeout_graceful_shutdown=GRACE))
+        self._server = server
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """End all answers, then close the connections."""
+        self._server.end()
+        await super().shutdown(sockets)
 
 
 class Form:
@@ -202,11 +245,6 @@ def _usage(answer: Answer, prompt_tokens: int) -> dict[str, Any]:
 
 def _event(document: Any) -> str:
     return f"data: {json.dumps(document)}\n\n"
-
-
-def _failure(error: Exception) -> RequestError:
-    log.error("an answer failed", exc_info=error)
-    return RequestError(f"the answer failed: {type(error).__name__}: {str(error)[:300]}", status=500)
 
 
 async def _refuse(request: HttpRequest, error: Exception) -> Response:
