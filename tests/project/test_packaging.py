@@ -149,5 +149,5 @@ def test_a_name_that_transformers_moved_gives_advice(monkeypatch):
         raise ImportError("cannot import name 'sdpa_mask'", name="transformers.masking_utils")
 
     monkeypatch.setattr(tersekv.importlib, "import_module", fails)
-    with pytest.raises(ImportError, match=r"sdpa_mask.*tested are 5\.16 to 5\.23"):
+    with pytest.raises(ImportError, match=r"sdpa_mask.*tested are 5\.16 to 5\.24"):
         _ = tersekv.compress
