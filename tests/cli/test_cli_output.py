@@ -200,7 +200,9 @@ def test_times_stay_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None
     with output.step("divergence 1-65c3dcab with trellis:bits=3.5,calibration=prompt", 296, "evaluations") as step:
         step.at(4)
         wait(lambda: "4 of 296" in screen.getvalue())
-    assert re.search(r"divergence 1-65c3dcab with \S*… 4 of 296 evaluations, \d+ s so far, about .* left", screen.getvalue())
+    assert re.search(
+        r"divergence 1-65c3dcab with \S*… 4 of 296 evaluations, \d+ s so far, about .* left", screen.getvalue()
+    )
 
 
 # ---------------------------------------------------------------- warnings and the log
