@@ -193,6 +193,18 @@ def test_a_terminal_gets_a_bar_with_the_same_words(monkeypatch: pytest.MonkeyPat
     assert "a line between" in shown
 
 
+def test_times_stay_whole_at_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long description is cut instead."""
+    screen = io.StringIO()
+    monkeypatch.setattr(output, "stderr", lambda: Console(file=screen, force_terminal=True, width=80))
+    with output.step("divergence 1-65c3dcab with trellis:bits=3.5,calibration=prompt", 296, "evaluations") as step:
+        step.at(4)
+        wait(lambda: "4 of 296" in screen.getvalue())
+    assert re.search(
+        r"divergence 1-65c3dcab with \S*… 4 of 296 evaluations, \d+ s so far, about .* left", screen.getvalue()
+    )
+
+
 # ---------------------------------------------------------------- warnings and the log
 
 

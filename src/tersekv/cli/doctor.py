@@ -86,9 +86,10 @@ def properties(known: facts.Known, biases: bool | None) -> dict[str, str]:
     shape, config = known.shape, known.text
     windows = [window for window in shape.windows if window is not None]
     spans = f", {len(windows)} with a sliding window of {max(windows):,} tokens" if windows else ""
+    keys = f"{shape.kv_heads} KV head{'s' * (shape.kv_heads != 1)}"
     said = {
         "layers": f"{len(shape.windows)} with a cache{spans}",
-        "heads": f"{shape.query_heads or 'unknown number of'} query heads, {shape.kv_heads} KV heads",
+        "heads": f"{shape.query_heads or 'unknown number of'} query heads, {keys}",
         "head dim": f"{shape.key_dim} (keys), {shape.value_dim} (values)",
         "RoPE": rope_of(known),
         "key biases": {True: "yes: keys have a mean that not every method can code", False: "no", None: "unknown"}[

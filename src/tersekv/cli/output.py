@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TaskID, TextColumn
+from rich.table import Column
 from rich.text import Text
 
 from tersekv.cli.bare import as_csv
@@ -33,6 +34,8 @@ MODEL_HELP = "Model: smollm2, a folder, a GGUF file (also on the Hub: owner/name
 DEFAULT_RECIPE = "default"
 RECIPE_HELP = "Recipe: a preset (default or safe) or for example kivi:bits=4. See `tersekv list`."
 WIDTH_WHEN_PIPED = 132
+NARROW = 120
+"""Width below which progress has no bar, and its description is cut, so that the times stay whole."""
 EVERY = 5.0
 """Seconds between progress lines if stderr is not a terminal. Shorter steps print nothing."""
 
@@ -164,8 +167,11 @@ class _Shown:
         self.console = stderr()
         self.steps: list[ProgressStep] = []
         self.rows: dict[int, TaskID] = {}
-        columns = TextColumn("{task.description}", markup=False), BarColumn(), _Far()
-        bars = Progress(*columns, console=self.console, transient=True)
+        narrow = self.console.width < NARROW
+        cut = Column(no_wrap=True, overflow="ellipsis", ratio=1 if narrow else None)
+        what = TextColumn("{task.description}", markup=False, table_column=cut)
+        columns = [what, *([] if narrow else [BarColumn()]), _Far(table_column=Column(no_wrap=True))]
+        bars = Progress(*columns, console=self.console, transient=True, expand=narrow)
         self.bars = bars if self.console.is_terminal else None
         self._stop = threading.Event()
         self._lines: threading.Thread | None = None
