@@ -217,9 +217,9 @@ def same_in_both(tier: Tier, place: str) -> None:
 class Tier(Stateful):
     """Packed tokens of one rate: keys and values of a layer, or keys alone.
 
-    Of tokens that differ by head, one is evicted by clearing its position. A block that is empty in every
-    head is freed. If there are more blocks than allowed, each head loses those with the lowest total
-    weight. Tokens are packed again only if that changes no bit.
+    Where heads hold different tokens, a token is evicted by clearing its position. A block that is empty
+    in every head is freed. If there are more blocks than allowed, each head loses those with the lowest
+    total weight. Tokens are packed again only if that changes no bit.
 
     slots: positions of the tokens if each head holds its own, see `differ`.
     moves: True if packing a token again gave the same bits so far.
