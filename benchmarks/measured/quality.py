@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import studies
 import three_models
-from measured.base import MODELS, Page, Section, estimate, model, rows, table, wrapped
+from measured.base import MODELS, NAMES, Page, Section, estimate, model, rows, table, wrapped
 from recorded import RECORDS
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.plots.groups import grouped, read_records
@@ -30,6 +30,19 @@ def modes() -> str:
     return table(
         ("recipe", "bits, simulate", "perplexity ratio, simulate", "bits, cache", "perplexity ratio, cache"),
         [(f"`{name}`", *of.get("simulate", none), *of.get("cache", none)) for name, of in found.items()],
+    )
+
+
+def presets() -> str:
+    """Return the table of the presets' divergence and bits, by model."""
+    cells: dict[str, dict[str, str]] = {}
+    for group in grouped(read_records([RECORDS / "presets_divergence.jsonl"])):
+        for one in group.packed:
+            cell = f"{estimate(one.metrics['kl'])}, {one.bits_per_element:.2f} bits"
+            cells.setdefault(one.recipe, {})[f"{MODELS[group.model]}, {one.samples} windows"] = cell
+    names = list(dict.fromkeys(name for of in cells.values() for name in of))
+    return table(
+        ("recipe", *names), [(NAMES.get(r, f"`{r}`"), *(of[name] for name in names)) for r, of in cells.items()]
     )
 
 
@@ -66,6 +79,14 @@ def page() -> Page:
                 "Median share of next tokens that stay the most likely ones, over all our records of divergence; in "
                 "brackets the number of measurements. `tersekv choose --try FILE` uses these words.",
                 three_models.of_words(), ["*.jsonl"],
+            ),
+            Section(
+                "The presets",
+                "wikitext-2 test: 2,048 tokens are packed after one exact prefill, and the next 256 are read 128 at a "
+                "time; mean and standard error over windows. On Gemma 3 the presets are `kivi:bits=4`.",
+                presets(), ["presets_divergence.jsonl"],
+                "tersekv eval divergence -m MODEL -r default -r safe -r kivi:bits=4 --text FILE --context 2304 "
+                "--prefix 2048 --windows 8 --out FOLDER",
             ),
             Section(
                 "All recipes",
