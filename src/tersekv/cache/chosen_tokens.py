@@ -14,11 +14,14 @@ lowest rank are evicted.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from tersekv.cache.candidates import VOTES, Leaving, Ranks, Share, best
 from tersekv.cache.exact_tokens import ExactTokens
+from tersekv.cache.filled import Stream, fill_chosen, fill_most
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.head_tokens import SELECTIVE, HeadTokens
 from tersekv.cache.schema import require, tensor, whole
@@ -290,3 +293,26 @@ class ChosenTokens(HeadTokens):
         """Add the bytes held to `footprint`, without those of the layer's tiers and window."""
         super().count(footprint)
         footprint.parts["selection"] += self.tail_votes.nbytes + self.queries.nbytes
+
+    def fill(self, stream: Stream, queries: Tensor) -> tuple[int, int]:
+        policy, scores = self.policy, self.plan.scores
+        after = stream.tokens - stream.left  # tokens that stay in the window
+        sinks = min(policy.sinks, min(stream.tokens, stream.budget) - after)
+        budgets = [stream.budget]
+        if policy.needs_scores and scores is not None:
+            budgets = policy.of_heads(stream.budget, stream.tokens, scores)[self.plan.layer].tolist()
+        kept = [min(stream.tokens, one) - after - sinks for one in budgets]  # all heads have the slots of the largest
+        low = [min(n, policy.lower(one)) if self.tiers[1:] else 0 for n, one in zip(kept, budgets, strict=True)]
+        each, slack = ([n - lower for n, lower in zip(kept, low, strict=True)], low), 0
+        ahead = math.ceil(stream.budget / 8) if policy.evicts_ahead else 0  # evicted down to 7/8, then filled again
+        for i, (tier, loose) in enumerate(zip(self.tiers, self.loose, strict=True)):
+            first = 0 if i else sinks
+            if stream.fullest:
+                slack += fill_most(tier, loose, max(each[i]) + first, ahead, tier is not self.tiers[-1], first)
+            else:
+                fill_chosen(tier, loose, each[i], 0 if i else stream.late, first)
+        if policy.remembers:
+            self.tail_votes = self.tail_votes.new_empty((*self.recent.keys.shape[:3],))
+        if stream.fullest and self.keeps_queries:
+            self.queries = queries
+        return sinks, slack

@@ -17,6 +17,7 @@ from torch import Tensor
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.exact_tokens import ExactTokens, first_tokens
+from tersekv.cache.filled import Stream
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.placement import Placement
@@ -147,6 +148,16 @@ class HeadTokens(Stateful, ABC):
     def deferred(self) -> bool:
         """True while a row may still be all padding."""
         return self.num_tokens == 0 or (self.padding is not None and int(self.padding.max()) >= self.num_tokens)
+
+    @abstractmethod
+    def fill(self, stream: Stream, queries: Tensor) -> tuple[int, int]:
+        """Hold what a stream leaves, without tokens, on the device meta. The window is full already.
+
+        queries: those since the latest eviction.
+
+        Returns:
+            The number of sinks per head, and bytes of slack to add.
+        """
 
     @property
     def keeps_queries(self) -> bool:

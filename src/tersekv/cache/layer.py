@@ -17,13 +17,12 @@ from torch import Tensor
 from tersekv.cache import packing
 from tersekv.cache.chosen_tokens import ChosenTokens
 from tersekv.cache.coding import without_padding
-from tersekv.cache.context_parallel import ELSEWHERE, OwnBlocks
 from tersekv.cache.exact_tokens import ExactTokens, first_tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.found_sinks import FoundTokens, found_are_packed
 from tersekv.cache.head_tokens import HeadTokens
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
-from tersekv.cache.parallel import ContextParallel, HeadShard
+from tersekv.cache.parallel import ELSEWHERE, ContextParallel, HeadShard, OwnBlocks
 from tersekv.cache.placement import Placement
 from tersekv.cache.ranked_tokens import RankedTokens, ranked_are_packed
 from tersekv.cache.rotary import Rotary

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tersekv.cache.clusters import Clusters
 from tersekv.cache.exact_tokens import ExactTokens
+from tersekv.cache.filled import Stream, fill_any, fill_slots
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.head_tokens import SELECTIVE, HeadTokens
 from tersekv.cache.pages import PageSizes
@@ -257,6 +258,22 @@ class SampledTokens(HeadTokens):
             footprint.parts["exact window"] += centers.numel() * centers.element_size()
             figures += [*self.reservoir, self.longest]
             footprint.parts["selection"] += sum(x.numel() * x.element_size() for x in figures)
+
+    def fill(self, stream: Stream, queries: Tensor) -> tuple[int, int]:
+        # all samples differ, and the maximum number of clusters exists; with a given δ there can be more
+        like, policy = self.recent.buffers[0], self.subgen
+        s, m = policy.sizes(stream.budget)
+        sinks = min(policy.sinks, stream.left)
+        sampled = stream.left - sinks
+        values, clusters = min(s, sampled), min(m, sampled)
+        keys = min(clusters * policy.slots, sampled)
+        self.reservoir = Reservoir.empty(len(like), 1, s, like.device)
+        none = Clusters.empty(like, policy.slots, policy.delta, None)
+        centers, members, slots = (x.new_empty((*x.shape[:2], clusters, *x.shape[3:])) for x in none[:3])
+        self.clusters = none._replace(centers=centers, members=members, slots=slots)
+        fill_slots(None, self.loose[2], [], sinks, sinks)
+        each = zip(self.tiers, self.loose, (values, keys), strict=False)
+        return sinks, sum(fill_any(tier, loose, n, 0, n) for tier, loose, n in each)
 
 
 Part = tuple[list[View], Tensor, Tensor]

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.coding import own_sinks
-from tersekv.cache.context_parallel import ELSEWHERE, OwnBlocks
 from tersekv.cache.exact_tokens import ExactTokens
 from tersekv.cache.found_sinks import FoundTokens
 from tersekv.cache.head_tokens import UNREADABLE, HeadTokens
-from tersekv.cache.parallel import ContextParallel, HeadShard
+from tersekv.cache.parallel import ELSEWHERE, ContextParallel, HeadShard, OwnBlocks
 from tersekv.cache.placement import Move, Placement
 from tersekv.cache.ranked_tokens import RankedTokens
 from tersekv.cache.rotary import Rotary

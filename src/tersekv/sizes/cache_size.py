@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,16 +12,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tersekv.cache.chosen_tokens import ChosenTokens
-from tersekv.cache.clusters import Clusters
 from tersekv.cache.exact_tokens import ExactTokens
+from tersekv.cache.filled import Stream, blank_tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.pages import blank
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.sampled_tokens import Reservoir, SampledTokens
-from tersekv.cache.tier import Tier
-from tersekv.policies.base import Selection, two_rates
+from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.sizes.rate_allotment import evenly
 from tersekv.transforms.rope import Rope
@@ -109,8 +104,8 @@ def size(
         if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
             plan = evenly(plan, (shape.key_dim, shape.value_dim))
         low = lower_plan(plan, window)
-        if isinstance(plan.policy, Selection) and window is None:
-            footprint, tiers = _selected(plan, plan.policy, shape, calls, batch, fullest)
+        if plan.policy.drops and window is None:
+            footprint, tiers = _selected(plan, shape, calls, batch, fullest)
         else:
             key = plan._replace(layer=0, scores=None, rates=None), window
             if key not in held:
@@ -144,7 +139,7 @@ def _rope_tables(shape: CacheShape, layer: int, plan: LayerPlan, window: int | N
     if rope is None or not plan.keys.needs_rope:
         return []
     device = torch.device("cpu")
-    if isinstance(plan.policy, Selection) and window is None:
+    if plan.policy.drops and window is None:
         return rope.tables(device)
     return Rotary(rope).tables(device, plan.keys.centred, shape.key_dim)
 
@@ -205,7 +200,7 @@ def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Foot
 
 
 def _selected(
-    plan: LayerPlan, policy: Selection, shape: CacheShape, calls: Calls, batch: int, fullest: bool
+    plan: LayerPlan, shape: CacheShape, calls: Calls, batch: int, fullest: bool
 ) -> tuple[Footprint, list[bool]]:
     """Return the same as `_kept` under a policy that evicts tokens.
 
@@ -218,38 +213,17 @@ def _selected(
     key = torch.empty((rows, 1, 0, shape.key_dim), dtype=shape.dtype, device="meta")
     store = LayerStore(plan, key, key.new_empty((rows, 1, 0, shape.value_dim)))
     chosen, flush = store.chosen[0], store.flush_tokens
+    policy = chosen.policy
     stays = policy.evicts == "never"  # generated tokens are never evicted
     seen = calls.prompt if stays else calls.prompt + calls.generated
     budget = policy.kept(seen, plan.layer, plan.layers)
     usual = min(policy.recent, policy.latest(budget))
     waits = 0 if policy.evicts == "step" else flush
     late, recent, capacity = _recent(min(seen, usual), usual, waits, flush, calls.generated if stays else 0)
-    store.recent.hold(_blank(store.recent.buffers, capacity))
-    store.recent.tokens, slack, before = recent, 0, seen - min(seen, usual)
-    if isinstance(chosen, SampledTokens):
-        sinks = min(policy.sinks, before)
-        slack = _fill_sampled(chosen, budget, before - sinks)
-        _fill(None, chosen.loose[2], [], sinks, sinks)
-    else:
-        assert isinstance(chosen, ChosenTokens)
-        sinks = min(policy.sinks, min(seen, budget) - min(seen, usual))
-        budgets = [budget]
-        if policy.needs_scores and plan.scores is not None:
-            budgets = policy.of_heads(budget, seen, plan.scores)[plan.layer].tolist()
-        kept = [min(seen, one) - min(seen, usual) - sinks for one in budgets]  # all heads have the slots of the largest
-        low = [min(n, policy.lower(one)) if store.tiers[1:] else 0 for n, one in zip(kept, budgets, strict=True)]
-        each = [n - lower for n, lower in zip(kept, low, strict=True)], low
-        ahead = math.ceil(budget / 8) if policy.evicts_ahead else 0  # evicted down to 7/8, then filled again
-        for i, (tier, loose) in enumerate(zip(store.tiers, chosen.loose, strict=True)):
-            first = 0 if i else sinks
-            if fullest:
-                slack += _fill_most(tier, loose, max(each[i]) + first, ahead, tier is not store.tiers[-1], first)
-            else:
-                _fill_pool(tier, loose, each[i], 0 if i else late, first)
-        if policy.remembers:
-            chosen.tail_votes = chosen.tail_votes.new_empty((rows, 1, recent))
-        if fullest and chosen.keeps_queries:  # of tokens since the latest eviction
-            chosen.queries = chosen.queries.new_empty((batch, shape.query_heads, flush, shape.key_dim))
+    store.recent.hold(blank_tokens(store.recent.buffers, capacity))
+    store.recent.tokens = recent
+    queries = key.new_empty((batch, shape.query_heads, flush, shape.key_dim))  # of tokens since the latest eviction
+    sinks, slack = chosen.fill(Stream(seen, seen - min(seen, usual), budget, late, fullest), queries)
     footprint = store.footprint()
     of_sinks = sum(rows * sinks * x.shape[3] * x.element_size() for x in store.recent.buffers)
     for part, held in (("exact sinks", of_sinks), ("exact window", -of_sinks), ("slack", slack)):
@@ -273,78 +247,3 @@ def _recent(tokens: int, usual: int, waits: int, flush: int, generated: int) -> 
         recent.drop_front(leave)
         recent.append([one])
     return late, recent.tokens, recent.capacity
-
-
-def _blank(like: list[Tensor], n: int) -> list[Tensor]:
-    """Return tensors for n tokens."""
-    return [x.new_empty((*x.shape[:2], n, x.shape[3])) for x in like]
-
-
-def _fill(tier: Tier | None, loose: ExactTokens, added: list[int], exact: int, slots: int) -> None:
-    """Let a tier hold tokens that are packed in calls of so many, whole blocks, and `exact` loose tokens.
-
-    slots: number of slots of both.
-    """
-    for side in () if tier is None else tier.sides:
-        layout, (rows, heads) = side.packed.layout, side.shape[:2]
-        for tokens in filter(None, added):
-            side.packed.append(blank(layout, rows, heads, tokens // layout.block_tokens, "meta"))
-    loose.hold(_blank(loose.buffers, exact))
-    loose.slots.resize(slots)
-
-
-def _fill_pool(tier: Tier, loose: ExactTokens, heads: list[int], late: int, sinks: int) -> None:
-    """Let heads hold tokens of one rate.
-
-    heads: tokens chosen of the prompt by each head, without sinks. late: generated tokens added one
-    block at a time.
-    """
-    t = tier.block
-    left = max(n % t for n in heads)
-    added = [max(n // t for n in heads) * t, *[t] * ((left + late) // t)]
-    exact = (left + late) % t + sinks
-    _fill(tier, loose, added, exact, sum(added) + exact)
-
-
-def _fill_most(tier: Tier, loose: ExactTokens, tokens: int, ahead: int, demotes: bool, sinks: int) -> int:
-    """Let heads hold the most slots that so many tokens of one rate can have. Return bytes of slack to add.
-
-    ahead: tokens that may be added before it evicts. demotes: tokens move to another rate, a block at
-    a time.
-    """
-    t = tier.block
-    blocks = tier.most_blocks(tokens + demotes * t) + 1
-    blocks += math.ceil(ahead / t) + 1 if ahead else 0
-    return _fill_any(tier, loose, blocks * t, t + sinks, (blocks + 2) * t + sinks)
-
-
-def _fill_any(tier: Tier, loose: ExactTokens, tokens: int, more: int, slots: int) -> int:
-    """Let heads hold at most so many tokens, and `more` exact ones. Return bytes of slack to add.
-
-    Any number of them may fill no block, and a page may have only one block in use.
-    """
-    t, sizes = tier.block, tier.keys.packed.sizes
-    packed = tokens // t * t
-    _fill(tier, loose, [packed], min(tokens, t - 1) + more, slots)
-    spare = sizes.next(t, packed) - t - sizes.slack(packed) if packed else 0
-    layouts = [side.packed.layout for side in tier.sides]
-    spare_bytes = sum(spare * layout.block_bytes() / layout.block_tokens for layout in layouts)
-    return math.ceil(spare_bytes * tier.keys.shape[0])
-
-
-def _fill_sampled(chosen: SampledTokens, budget: int, stream: int) -> int:
-    """Let sketches hold the most that `stream` tokens can leave in them. Return bytes of slack to add.
-
-    It assumes that all samples differ, and that the maximum number of clusters exists. With a given
-    δ, a stream can have more clusters than that.
-    """
-    policy, like = chosen.subgen, chosen.recent.buffers[0]
-    s, m = policy.sizes(budget)
-    values, clusters = min(s, stream), min(m, stream)
-    keys = min(clusters * policy.slots, stream)
-    chosen.reservoir = Reservoir.empty(len(like), 1, s, like.device)
-    none = Clusters.empty(like, policy.slots, policy.delta, None)
-    centers, members, slots = (x.new_empty((*x.shape[:2], clusters, *x.shape[3:])) for x in none[:3])
-    chosen.clusters = none._replace(centers=centers, members=members, slots=slots)
-    each = zip(chosen.tiers, chosen.loose, (values, keys), strict=False)
-    return sum(_fill_any(tier, loose, n, 0, n) for tier, loose, n in each)

@@ -11,7 +11,7 @@ import dataclasses
 import functools
 
 from tersekv.errors import UserError
-from tersekv.policies.base import MOST_TOKENS, UNLIMITED, Selection
+from tersekv.policies.base import MOST_TOKENS, UNLIMITED
 from tersekv.recipe import Recipe, Term
 from tersekv.sizes.cache_size import CacheShape, size
 from tersekv.units import LONGEST, human_bytes, parse_bytes
@@ -23,18 +23,17 @@ def settled(recipe: Recipe, shape: CacheShape) -> Recipe:
     Raises:
         UserError: the memory is too small for the policy's sinks and latest tokens.
     """
-    policy = recipe.policy()
-    if not isinstance(policy, Selection) or policy.memory == UNLIMITED:
-        return recipe
-    return _settled(recipe, shape, policy)
+    memory = str(dict(recipe.tokens.options).get("memory", UNLIMITED))
+    return recipe if memory == UNLIMITED else _settled(recipe, shape, memory)
 
 
 @functools.lru_cache(maxsize=64)
-def _settled(recipe: Recipe, shape: CacheShape, policy: Selection) -> Recipe:
-    limit, least = parse_bytes(policy.memory, "memory"), max(2, policy.sinks + policy.recent + 1)  # 1 is a fraction
+def _settled(recipe: Recipe, shape: CacheShape, memory: str) -> Recipe:
+    policy = recipe.policy()
+    limit, least = parse_bytes(memory, "memory"), max(2, policy.sinks + policy.recent + 1)  # 1 is a fraction
     if (needed := most_bytes(with_budget(recipe, least), shape)) > limit:
         raise UserError(
-            f"{recipe}: memory={policy.memory} is too small; {policy.sinks} sinks, {policy.recent} recent tokens and "
+            f"{recipe}: memory={memory} is too small; {policy.sinks} sinks, {policy.recent} recent tokens and "
             f"the tables of this model need {human_bytes(needed)}: give more, or set sinks and recent lower"
         )
     low, high, end = least, 2 * least, MOST_TOKENS + 1  # the end is reached if all layers slide, for example

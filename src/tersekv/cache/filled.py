@@ -1,0 +1,84 @@
+"""Tiers and exact tokens filled without tokens, on the device meta, so that a store can count its bytes."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from torch import Tensor
+
+from tersekv.cache.exact_tokens import ExactTokens
+from tersekv.cache.pages import blank
+from tersekv.cache.tier import Tier
+
+
+class Stream(NamedTuple):
+    """What a layer whose policy evicts tokens has received.
+
+    tokens: number received, of which `left` had left the recent window after the prompt, and `late` more after it.
+    budget: number that may stay.
+    fullest: count the most slots that any stream of more tokens than the budget leaves.
+    """
+
+    tokens: int
+    left: int
+    budget: int
+    late: int
+    fullest: bool
+
+
+def blank_tokens(like: list[Tensor], n: int) -> list[Tensor]:
+    """Return tensors for n tokens."""
+    return [x.new_empty((*x.shape[:2], n, x.shape[3])) for x in like]
+
+
+def fill_slots(tier: Tier | None, loose: ExactTokens, added: list[int], exact: int, slots: int) -> None:
+    """Let a tier hold tokens that are packed in calls of so many, whole blocks, and `exact` loose tokens.
+
+    slots: number of slots of both.
+    """
+    for side in () if tier is None else tier.sides:
+        layout, (rows, heads) = side.packed.layout, side.shape[:2]
+        for tokens in filter(None, added):
+            side.packed.append(blank(layout, rows, heads, tokens // layout.block_tokens, "meta"))
+    loose.hold(blank_tokens(loose.buffers, exact))
+    loose.slots.resize(slots)
+
+
+def fill_chosen(tier: Tier, loose: ExactTokens, heads: list[int], late: int, sinks: int) -> None:
+    """Let heads hold tokens of one rate.
+
+    heads: tokens chosen of the prompt by each head, without sinks. late: generated tokens added one
+    block at a time.
+    """
+    t = tier.block
+    left = max(n % t for n in heads)
+    added = [max(n // t for n in heads) * t, *[t] * ((left + late) // t)]
+    exact = (left + late) % t + sinks
+    fill_slots(tier, loose, added, exact, sum(added) + exact)
+
+
+def fill_most(tier: Tier, loose: ExactTokens, tokens: int, ahead: int, demotes: bool, sinks: int) -> int:
+    """Let heads hold the most slots that so many tokens of one rate can have. Return bytes of slack to add.
+
+    ahead: tokens that may be added before it evicts. demotes: tokens move to another rate, a block at
+    a time.
+    """
+    t = tier.block
+    blocks = tier.most_blocks(tokens + demotes * t) + 1
+    blocks += math.ceil(ahead / t) + 1 if ahead else 0
+    return fill_any(tier, loose, blocks * t, t + sinks, (blocks + 2) * t + sinks)
+
+
+def fill_any(tier: Tier, loose: ExactTokens, tokens: int, more: int, slots: int) -> int:
+    """Let heads hold at most so many tokens, and `more` exact ones. Return bytes of slack to add.
+
+    Any number of them may fill no block, and a page may have only one block in use.
+    """
+    t, sizes = tier.block, tier.keys.packed.sizes
+    packed = tokens // t * t
+    fill_slots(tier, loose, [packed], min(tokens, t - 1) + more, slots)
+    spare = sizes.next(t, packed) - t - sizes.slack(packed) if packed else 0
+    layouts = [side.packed.layout for side in tier.sides]
+    spare_bytes = sum(spare * layout.block_bytes() / layout.block_tokens for layout in layouts)
+    return math.ceil(spare_bytes * tier.keys.shape[0])
