@@ -13,7 +13,7 @@ from tersekv.cache.tier import Tier
 
 
 class Stream(NamedTuple):
-    """What a layer whose policy evicts tokens has received.
+    """Tokens of a stream that a layer receives and must keep.
 
     tokens: number received, of which `left` had left the recent window after the prompt, and `late` more after it.
     budget: number that may stay.
