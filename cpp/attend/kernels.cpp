@@ -4,6 +4,7 @@
 #include "build.h"
 #include "encode_trellis.h"
 #include "isa.h"
+#include "trellis_kernel.h"
 
 namespace tersekv {
 
@@ -25,6 +26,12 @@ const Kernels& TERSEKV_BUILD(kernels)() {
                                   trellis_kernel(),
                                   polar_kernel(),
                                   rope_kernel()};
+#elif TERSEKV_avx2
+  static const Kernels kernels = [] {
+    Kernels own = kernels_of<Lanes>(grid_product_avx2, encode_trellis_avx2, basis_product_avx2);
+    own.trellis = &trellis_kernel_avx2();
+    return own;
+  }();
 #else
   static constexpr Kernels kernels =
       kernels_of<Lanes>(TERSEKV_BUILD(grid_product), TERSEKV_BUILD(encode_trellis), TERSEKV_BUILD(basis_product));

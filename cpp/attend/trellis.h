@@ -3,7 +3,10 @@
 #pragma once
 
 #include "tile.h"
-#include "trellis_kernel.h"
+#include "trellis_plan.h"
+#if TERSEKV_avx2
+#include "trellis_bytes.h"
+#endif
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -22,7 +25,10 @@ struct TrellisPlace {
 struct TrellisOwn {
   TrellisPlace* places;  // [D]
   float* tile;
-  const void* fast;  // data of the call's TrellisKernel, or null
+  const void* fast;          // data of the call's TrellisKernel, or null
+  const float* scale;        // [D]
+  const TrellisPlan* bytes;  // for trellis_bytes.h, made at first use
+  const float* byte_scale;
 };
 
 template <class S>
@@ -35,6 +41,8 @@ void trellis_prepare(Node& node) {
   const float* scale = float_row<S>(v.scale_type, v.scale, node.b * v.scale_b + node.h * v.scale_h, D);
   if (node.call->trellis && v.entries)
     own->fast = node.call->trellis->prepare({&v, D, node.b, node.h, node.rows, node.query, node.query_stride, scale});
+  own->scale = scale;
+  own->bytes = nullptr;
   own->tile = scratch((D + kTileSlack) * kLanes);
   if (node.sum) node.lanes = scratch(kRowTile * D * kLanes);
   own->places = scratch_of<TrellisPlace>(D);
@@ -54,11 +62,25 @@ void trellis_tile(const Node& node, int64_t token, int64_t, float* tile) {
   using F = typename S::F;
   using Words = typename S::Words;
   const TrellisView& v = node.view->trellis;
-  const TrellisOwn& own = *static_cast<TrellisOwn*>(node.own);
+  TrellisOwn& own = *static_cast<TrellisOwn*>(node.own);
   const int64_t n = token / kTrellisTokens, lane = token % kTrellisTokens;
   const uint16_t* stream = v.stream + node.b * v.stride_b + node.h * v.stride_h + n * v.stride_n + lane;
   const uint8_t* codes = v.gain + node.b * v.gain_b + node.h * v.gain_h + n * v.gain_n + lane;
   const F gain = S::gather(v.gains, S::load_bytes(codes));
+#if TERSEKV_avx2
+  if (v.entries) {
+    if (!own.bytes) {
+      own.bytes = make_trellis_plan({&v, node.view->D, node.b, node.h, node.rows, nullptr, 0, own.scale});
+      own.byte_scale = byte_scales(*own.bytes);
+    }
+    float gains[kLanes];
+    S::store(gains, gain);
+    trellis_bytes_tile(*own.bytes, own.byte_scale, stream, gains, tile);
+    for (int64_t d = 0; d < node.view->D; d++)
+      if (!own.places[d].table) S::store(tile + d * kLanes, S::zero());
+    return;
+  }
+#endif
   for (int64_t d = 0; d < node.view->D; d++) {
     const TrellisPlace& place = own.places[d];
     F x = S::zero();

@@ -1,4 +1,4 @@
-// Attention over trellis codes in integers. trellis.h uses it if the CPU supports it.
+// Attention over trellis codes of an instruction set of its own. trellis.h uses it if the CPU supports it.
 #pragma once
 
 #include "contract.h"
@@ -29,6 +29,7 @@ struct TrellisKernel {
                int64_t sum_stride);
 };
 
-const TrellisKernel& trellis_kernel_vnni();
+const TrellisKernel& trellis_kernel_avx2();  // float32
+const TrellisKernel& trellis_kernel_vnni();  // integers
 
 }  // namespace tersekv

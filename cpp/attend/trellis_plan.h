@@ -1,4 +1,4 @@
-// Plan of the integer kernel of trellis codes for a head's bits: components in quads of equal rate.
+// Plan of the vector kernels of trellis codes for a head's bits: components in quads of equal rate.
 #pragma once
 
 #include "trellis_kernel.h"
