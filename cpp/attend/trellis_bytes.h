@@ -13,6 +13,14 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
+// Choose bytes of `high` where bit 7 of `by` is set. Inline assembly, because GCC compares before the
+// intrinsic.
+[[gnu::always_inline]] inline __m256i chosen(__m256i low, __m256i high, __m256i by) {
+  __m256i out;
+  asm("vpblendvb %3, %2, %1, %0" : "=x"(out) : "x"(low), "xm"(high), "x"(by));
+  return out;
+}
+
 // The 256 entries of one rate.
 struct ByteTable {
   const int8_t* entry;
@@ -26,7 +34,7 @@ struct ByteTable {
     } else {
       const __m256i low = part<DEPTH - 1>(first, window, index),
                     high = part<DEPTH - 1>(first + (1 << (DEPTH - 1)), window, index);
-      return _mm256_blendv_epi8(low, high, _mm256_slli_epi16(window, 4 - DEPTH));  // reads bit 7 of each byte
+      return chosen(low, high, _mm256_slli_epi16(window, 4 - DEPTH));
     }
   }
   [[gnu::always_inline]] __m256i at(__m256i window) const {
@@ -49,8 +57,8 @@ struct TwoComponents {
 };
 
 template <bool NEIGHBOURS, int I>
-[[gnu::always_inline]] inline TwoComponents decoded(const ByteTable& table, const uint16_t* block,
-                                                    const TrellisQuad& quad) {
+[[gnu::always_inline]] inline TwoComponents decoded(ByteTable table, const uint16_t* block, const TrellisQuad& quad) {
+  asm("" : "+r"(table.entry));  // otherwise GCC keeps the whole table on the stack
   __m256i words = fetch(block, quad.at[2 * I]);
   if constexpr (!NEIGHBOURS)
     words = _mm256_blendv_epi8(words, fetch(block, quad.at[2 * I + 1]), _mm256_set1_epi16(static_cast<short>(0xff00)));
