@@ -98,7 +98,7 @@ def _held(store: Store) -> Held:
     """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
     parts = []
     for segment in store.held():
-        key = segment.keys.decode() if isinstance(segment, PackedSegment) else segment.keys.float()
+        key = segment.keys.floats(torch.float32) if isinstance(segment, PackedSegment) else segment.keys.float()
         place = segment.where if isinstance(segment, PackedSegment) else segment.positions
         if isinstance(place, int):
             place = _span(store, place, key.shape[2])

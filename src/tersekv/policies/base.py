@@ -124,6 +124,13 @@ class TokenPolicy:
         """True if layers get rates of their own from the measurement (`sizes/rate_allotment.py`)."""
         return False
 
+    def with_shares(self, budget: float, rest: float) -> TokenPolicy:
+        """Return the policy of one layer: a share of the tokens, and the bits of the others.
+
+        Policies that allot have it.
+        """
+        raise NotImplementedError
+
     @property
     def rest(self) -> float:
         """Bits of packed tokens with a lower rate than the codec's, 0 for none."""

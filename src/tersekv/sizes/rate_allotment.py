@@ -22,7 +22,6 @@ from torch import Tensor
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.policies.base import two_rates
-from tersekv.policies.mixed import Mixed
 from tersekv.recipe import LayerPlan
 
 STEPS = 32
@@ -116,11 +115,9 @@ def with_rates(plan: LayerPlan, rates: Tensor) -> LayerPlan:
     Raises:
         UserError: the codecs do not have them.
     """
-    policy = plan.policy
-    assert isinstance(policy, Mixed)
     bits, rest, share = rates.tolist()
     keys, values = plan.keys.at_rate(bits), plan.values.at_rate(bits)
-    made = policy.with_shares(share, rest)
+    made = plan.policy.with_shares(share, rest)
     made.check(keys, values)
     return plan._replace(keys=keys, values=values, policy=made, rates=rates)
 
