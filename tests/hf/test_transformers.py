@@ -10,6 +10,7 @@ import copy
 import itertools
 import warnings
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -490,6 +491,14 @@ def test_unsupported_models():
         tersekv.CompressedCache(tf.LlamaConfig(hidden_size=80, num_attention_heads=2), "kivi")
     with pytest.raises(UserError, match="takes a transformers model"), tersekv.compress(object(), "kivi"):
         pass
+
+
+def test_a_wrapper_of_a_model_such_as_pefts(llama):
+    wrapper = SimpleNamespace(get_base_model=lambda: llama)
+    with tersekv.compress(wrapper, "kivi"), torch.no_grad():
+        cache = tersekv.CompressedCache(wrapper, "kivi")
+        llama(prompt(30), past_key_values=cache)
+    assert cache.model is llama
 
 
 def test_head_biased_masks_are_refused(llama):

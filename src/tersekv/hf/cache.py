@@ -26,7 +26,14 @@ from tersekv.hf.progress import Progress
 from tersekv.hf.token_ids import TokenIds, without_padding
 from tersekv.hf.traced import is_traced
 from tersekv.hf.why_not import Use, faults
-from tersekv.models.config import AttentionShape, attention_layers, empty_layer, layers_without_own_tokens, text_config
+from tersekv.models.config import (
+    AttentionShape,
+    attention_layers,
+    empty_layer,
+    inner_model,
+    layers_without_own_tokens,
+    text_config,
+)
 from tersekv.models.rope import Ropes
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.tensors import plain
@@ -72,6 +79,7 @@ class CompressedCache(ModelCache):
                 f"CompressedCache takes no {', '.join(unknown)}; it takes a model or its config, recipe, calibration "
                 "and context_parallel, and options belong into the recipe, for example 'kivi:bits=4'"
             )
+        config = inner_model(config)
         if not isinstance(config, (PreTrainedConfig, PreTrainedModel)):
             raise UserError(
                 f"CompressedCache takes a model or its config first, got {type(config).__name__}; write for example "
@@ -178,7 +186,7 @@ class CompressedCache(ModelCache):
             UserError: the cache is empty or has state other than keys and values, the number of ids
                 differs, or the file cannot be written.
         """
-        saved.save(self, Path(path), ids, model)
+        saved.save(self, Path(path), ids, inner_model(model))
 
     @staticmethod
     def load(
@@ -199,7 +207,7 @@ class CompressedCache(ModelCache):
             UserError: the file does not exist, is damaged or truncated, or belongs to another
                 format, model or prompt.
         """
-        return saved.load(CompressedCache, path, model, ids, decode)
+        return saved.load(CompressedCache, path, inner_model(model), ids, decode)
 
     @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:

@@ -28,7 +28,7 @@ from tersekv.hf.base import ATTENTION_NAME
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.token_ids import ids_of_call, without_padding
 from tersekv.hf.traced import is_traced
-from tersekv.models.config import text_config
+from tersekv.models.config import inner_model, text_config
 from tersekv.recipe import Recipe
 from tersekv.versions import cache_name, given_cache
 
@@ -68,6 +68,7 @@ def compress(
             missing or was made for another recipe or model. Later `generate` raises it for a
             `cache_implementation` other than "dynamic".
     """
+    model = inner_model(model)
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
     if not isinstance(recipe, CompressedCache):

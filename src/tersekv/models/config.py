@@ -9,7 +9,7 @@ import re
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, cache_utils
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, cache_utils
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import UserError
@@ -87,6 +87,15 @@ def longest_context(config: PreTrainedConfig) -> int | None:
     """Return the model's longest context in tokens, None if it has no limit."""
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
     return longest
+
+
+def inner_model(model: Any) -> Any:
+    """Return the transformers model in a wrapper that has changed its layers in place, such as PEFT's.
+
+    Anything else is returned as it is.
+    """
+    inner = getattr(model, "get_base_model", None)
+    return model if inner is None or isinstance(model, PreTrainedModel) else inner()
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
