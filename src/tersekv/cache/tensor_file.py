@@ -129,12 +129,13 @@ def read_said(path: Path) -> tuple[dict[str, Any], int]:
 
 def check_said(path: Path, said: dict[str, Any], size: int) -> None:
     """Raise UserError unless the metadata of a file of this size are those of a cache file."""
-    if "state" not in said:
+    holds = "storage" if "storage" in said else "state"
+    if holds not in said:
         raise UserError(f"{path} holds tensors, but no cache; give what `cache.save` or `tersekv prompt-cache` wrote")
     texts = dict.fromkeys(("tersekv", "recipe", "model_type", "architecture", "model"), schema_text)
     entries = {**texts, "batch": whole(1, min(size, MOST)), "ids_sha256": optional(schema_text), "cache": HELD}
     try:
-        record({**entries, "state": anything}, open_ended=True)(said, "")
+        record({**entries, holds: anything}, open_ended=True)(said, "")
     except UserError as error:
         raise UserError(f"{path} lacks the metadata of a cache file: {error}; {AGAIN}") from error
 

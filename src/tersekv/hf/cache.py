@@ -176,17 +176,26 @@ class CompressedCache(ModelCache):
 
     # ------------------------------------------------------------------ files and copies
 
-    def save(self, path: str | Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
+    def save(
+        self,
+        path: str | Path,
+        ids: Tensor | None = None,
+        model: PreTrainedModel | None = None,
+        storage: float | None = None,
+    ) -> None:
         """Write the cache to a safetensors file that `load` can read. The write is atomic.
 
         ids: int64 [B, T], the tokens that the model has read; `load` compares a prompt with them.
         model: the model that filled the cache, if that was not under `tersekv.compress`.
+        storage: bits per number of a smaller file, which loads into a cache of any recipe
+            (docs/prompt-cache.md). Its tokens are those that this cache decodes to, so read the prompt
+            with the recipe `exact`.
 
         Raises:
             UserError: the cache is empty or has state other than keys and values, the number of ids
                 differs, or the file cannot be written.
         """
-        saved.save(self, Path(path), ids, inner_model(model))
+        saved.save(self, Path(path), ids, inner_model(model), storage)
 
     @staticmethod
     def load(
@@ -194,6 +203,8 @@ class CompressedCache(ModelCache):
         model: PreTrainedModel,
         ids: Tensor | None = None,
         decode: Callable[[list[int]], str] = str,
+        recipe: str | Recipe | None = None,
+        calibration: Calibration | str | Path | None = None,
     ) -> CompressedCache:
         """Read a cache that `save` wrote, ready to continue.
 
@@ -202,12 +213,13 @@ class CompressedCache(ModelCache):
 
         ids: int64 [B, T], a prompt that must begin with the tokens of the file.
         decode: turns token ids into text for the error message about a different prompt.
+        recipe, calibration: of the cache that a storage file is loaded into, see the class.
 
         Raises:
             UserError: the file does not exist, is damaged or truncated, or belongs to another
                 format, model or prompt.
         """
-        return saved.load(CompressedCache, path, inner_model(model), ids, decode)
+        return saved.load(CompressedCache, path, inner_model(model), ids, decode, recipe, calibration)
 
     @plain
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedCache:

@@ -24,8 +24,10 @@ from tersekv.cache import tensor_file
 from tersekv.cache.schema import anything, each, optional, record, require, tensor
 from tersekv.cache.state import joined, split
 from tersekv.cache.store import Store
+from tersekv.calibration.calibration import Calibration
 from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError
+from tersekv.hf import stored
 from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import CompressedLayer
 from tersekv.models.config import attention_layers, text_config
@@ -41,8 +43,32 @@ differently."""
 
 
 @plain
-def save(cache: ModelCache, path: Path, ids: Tensor | None = None, model: PreTrainedModel | None = None) -> None:
+def save(
+    cache: ModelCache,
+    path: Path,
+    ids: Tensor | None = None,
+    model: PreTrainedModel | None = None,
+    storage: float | None = None,
+) -> None:
     """Write a cache to a file; see `CompressedCache.save`."""
+    about, ids = about_cache(cache, ids, model)
+    if storage is None:
+        layers = [layer.live_state() for layer in _layers(cache)]
+        tree, tensors = split({"layers": layers, "tables": _shared_tables(cache), "ids": ids})
+        said = {**about, "state": tree}
+    else:
+        said, tensors = stored.save(cache, about, ids, storage)
+    tensor_file.write(Path(path).expanduser(), tensors, said)
+
+
+def about_cache(
+    cache: ModelCache, ids: Tensor | None, model: PreTrainedModel | None
+) -> tuple[dict[str, Any], Tensor | None]:
+    """Return the metadata of a file with this cache, and the token ids as int32 [B, T].
+
+    Raises:
+        UserError: see `CompressedCache.save`.
+    """
     model = model if model is not None else cache.model
     if model is None:
         raise UserError(
@@ -58,8 +84,6 @@ def save(cache: ModelCache, path: Path, ids: Tensor | None = None, model: PreTra
         raise UserError("the cache is empty or its layers differ in their tokens: fill it before it is saved")
     tokens, batch = seen.pop(), layers[0].batch_size
     ids = None if ids is None else _checked_ids(ids, batch, tokens)
-    state = {"layers": [layer.live_state() for layer in layers], "tables": _shared_tables(cache), "ids": ids}
-    tree, tensors = split(state)
     said = {
         "tersekv": __version__,
         "recipe": str(cache.recipe),
@@ -69,9 +93,8 @@ def save(cache: ModelCache, path: Path, ids: Tensor | None = None, model: PreTra
         "batch": batch,
         "ids_sha256": None if ids is None else ids_digest(ids),
         "cache": cache.footprint().to_dict(),
-        "state": tree,
     }
-    tensor_file.write(Path(path).expanduser(), tensors, said)
+    return said, ids
 
 
 @plain
@@ -81,16 +104,32 @@ def load(
     model: PreTrainedModel,
     ids: Tensor | None = None,
     decode: Callable[[list[int]], str] = str,
+    recipe: str | Recipe | None = None,
+    calibration: Calibration | str | Path | None = None,
 ) -> C:
     """Read a cache from a file; see `CompressedCache.load`. kind: the class of the cache."""
     path = Path(path).expanduser()
     said, tensors, size = tensor_file.read(path)
     tensor_file.check_said(path, said, size)
     check_model(path, said, model)
+    if "storage" in said:
+        if ids is not None:
+            check_prompt(path, tensors.get("ids"), ids, decode)
+        cache = kind(model, recipe, calibration)  # type: ignore[call-arg]
+        cache.bind_model(model)
+        with _named(path):
+            _check_ids(said, tensors.get("ids"))
+            stored.fill(cache, said, tensors, model.device)
+        return _noted(cache, said, tensors.get("ids"), path)
+    if recipe is not None and str(Recipe.parse(recipe)) != said["recipe"]:
+        raise UserError(
+            f"{path} holds a cache packed with {said['recipe']}, not with {recipe}: leave the recipe out, or build a "
+            "storage file, which loads into any"
+        )
     with _named(path):
         state = joined(said["state"], {name: tensor.to(model.device) for name, tensor in tensors.items()})
-        recipe = Recipe.parse(said["recipe"])
-        cache = kind.of(model.config, recipe, attention_plans(recipe, model.config))
+        parsed = Recipe.parse(said["recipe"])
+        cache = kind.of(model.config, parsed, attention_plans(parsed, model.config))
         layers = _layers(cache)
         record({"layers": each(anything, len(layers)), "tables": each(anything), "ids": anything})(state, "")
         _check_ids(said, state["ids"])
@@ -105,9 +144,14 @@ def load(
         for i, (layer, its_state) in enumerate(zip(layers, state["layers"], strict=True)):
             layer.restore(its_state, said["batch"], model.device, f"layers.{i}")
         _check_layers([layer.store for layer in layers if layer.store is not None], said["cache"]["tokens"])
-    if state["ids"] is not None and said["batch"] == 1:  # rows of a batch may begin with padding, which ids do not show
-        cache.token_ids.note(0, state["ids"].to(model.device))
-    log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), recipe, path)
+    return _noted(cache, said, state["ids"], path)
+
+
+def _noted(cache: C, said: dict[str, Any], ids: Tensor | None, path: Path) -> C:
+    """Return the cache with the ids of its tokens, if they are known."""
+    if ids is not None and said["batch"] == 1:  # rows of a batch may begin with padding, which ids do not show
+        cache.token_ids.note(0, ids)
+    log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), cache.recipe, path)
     return cache
 
 

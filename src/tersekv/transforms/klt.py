@@ -30,7 +30,7 @@ def shrunk(moment: Tensor, share: float) -> Tensor:
 
 def klt(covariance: Tensor, metric: Tensor) -> Tensor:
     """Return the basis rows float64 [..., D, D], the component with the largest variance first."""
-    root, inverse = _roots(metric)
+    root, inverse = roots(metric)
     lengths, vectors = torch.linalg.eigh(root @ covariance @ root)
     order = lengths.argsort(-1, descending=True)
     vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
@@ -42,7 +42,7 @@ def within(form: Tensor, rows: Tensor) -> Tensor:
     return (rows @ form @ rows.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
 
 
-def _roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+def roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Return square root and inverse square root of symmetric positive matrices [..., D, D]."""
     diagonal = metric.diagonal(dim1=-2, dim2=-1)
     if torch.equal(metric, diagonal.diag_embed()):

@@ -1,0 +1,128 @@
+"""Bases of the storage codec, fitted on a corpus once per model (`storage/basis.py`).
+
+Keys are taken before RoPE where it can be removed. The metric of a layer and KV head is E[g·gᵀ] of
+the gradients g of the loss with respect to them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
+
+from tersekv.calibration.calibrate import Corpus
+from tersekv.calibration.calibration import Calibration, Made
+from tersekv.calibration.find import default_folder, profile_place
+from tersekv.calibration.gradients import Source, each_gradient
+from tersekv.errors import UserError
+from tersekv.layouts.base import Side
+from tersekv.models.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
+from tersekv.models.fingerprint import architecture, fingerprint
+from tersekv.models.rope import Ropes
+from tersekv.storage.basis import GROUP, Basis, Sums, fitted, groups_of, specs
+from tersekv.tensors import TensorSpec
+
+NAME = "storage"
+"""What the calibration's file is named, and its recipe."""
+
+SIDES: tuple[Side, Side] = ("keys", "values")
+
+Bases = dict[tuple[int, Side], Basis]
+"""Bases by group and side."""
+
+
+def layer_groups(config: PreTrainedConfig, size: int) -> list[list[int]]:
+    """Return the layers of each group, of those with keys and values of their own."""
+    shared = layers_without_own_tokens(config)
+    kinds = attention_layers(config)
+    own = [i for i, kind in enumerate(kinds) if kind.type == "attention" and i not in shared]
+    return [[own[place] for place in places] for places in groups_of([kinds[i].window for i in own], size)]
+
+
+def basis_on(model: PreTrainedModel, corpus: Corpus, sinks: int, progress: Callable[[int, int], object]) -> Calibration:
+    """Return the bases of a model's groups as a calibration. sinks: tokens left out at the start of each sample.
+
+    Raises:
+        CacheError: see `each_gradient`.
+    """
+    config = text_config(model.config)
+    ropes = Ropes(config, AttentionShape.of(config).key_dim)
+    groups = layer_groups(config, GROUP)
+    sources = [Source(i, side, side == "keys" and ropes.known(i) is not None) for g in groups for i in g for side in SIDES]
+    sums: dict[tuple[int, Side], Sums] = {}
+    metrics: dict[tuple[int, Side], Tensor] = {}
+    for sample, ids in enumerate(corpus.windows):
+        progress(sample, len(corpus.windows))
+        found: dict[tuple[int, Side], Tensor] = {}
+
+        def see(source: Source, x: Tensor, gradient: Tensor, found: dict[tuple[int, Side], Tensor] = found) -> None:
+            where = source.layer, source.side
+            found[where] = x[0].transpose(0, 1).flatten(1).cpu()
+            metric = (gradient[0].mT @ gradient[0]).double().cpu()
+            metrics[where] = metrics[where] + metric if where in metrics else metric
+
+        each_gradient(model, ids[None].to(model.device), sources, see, sinks)
+        for g, layers in enumerate(groups):
+            for side in SIDES:
+                new = Sums.of(torch.cat([found.pop((i, side)) for i in layers], dim=1))
+                sums[g, side] = sums[g, side].plus(new) if sample else new
+    tensors: dict[str, Tensor] = {}
+    for g, layers in enumerate(groups):
+        for side in SIDES:
+            whole = sums[g, side]
+            metric = torch.cat([metrics[i, side] for i in layers]) / whole.vectors
+            named = fitted(whole, metric)._asdict()
+            tensors |= {f"groups.{g}.{side}.{name}": tensor.contiguous() for name, tensor in named.items()}
+    samples, length = corpus.windows.shape
+    made = Made(
+        recipe=NAME,
+        architecture=architecture(model.config),
+        model=fingerprint(model),
+        corpus=corpus.name,
+        corpus_sha256=corpus.sha256,
+        samples=samples,
+        length=length,
+        seed=corpus.seed,
+        sinks=sinks,
+    )
+    return Calibration(made, tensors)
+
+
+def find_bases(model: str, config: PreTrainedConfig) -> tuple[Bases, str] | None:
+    """Return the bases of a model's calibration, and its digest; None if there is none.
+
+    model: fingerprint.
+
+    Raises:
+        UserError: the calibration is damaged, or of another model.
+    """
+    path = profile_place(default_folder(model), NAME)
+    if not path.is_file():
+        return None
+    return _bases(path, path.stat().st_mtime_ns, model, architecture(config), config)
+
+
+@functools.lru_cache(maxsize=2)
+def _bases(path: Path, changed: int, model: str, of: str, config: PreTrainedConfig) -> tuple[Bases, str]:
+    """Return the bases in a file, the same objects until the file changes."""
+    found, shape = Calibration.load(path), AttentionShape.of(config)
+    if (found.made.recipe, found.made.model, found.made.architecture) != (NAME, model, of):
+        raise UserError(f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`")
+    bases = {}
+    for group, layers in enumerate(layer_groups(config, GROUP)):
+        for side, D in zip(SIDES, (shape.key_dim, shape.value_dim), strict=True):
+            n, half = len(layers) * shape.kv_heads * D, torch.float32
+            wanted = specs(n, n) | {"variance": TensorSpec(half, (n,), low=0), "metric": TensorSpec(half, (n // D, D, D))}
+            start, held = f"groups.{group}.{side}.", {}
+            for name, spec in wanted.items():
+                tensor = found.tensors.get(start + name)
+                if fault := spec.fault(tensor):
+                    raise UserError(f"{path} is wrong: {start}{name} {fault}; calibrate again")
+                held[name] = tensor
+            bases[group, side] = Basis(**held)  # type: ignore[arg-type]
+    return bases, found.digest

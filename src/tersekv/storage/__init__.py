@@ -1,0 +1,1 @@
+"""A codec for files: bases over several layers, uniform steps and entropy coding."""
