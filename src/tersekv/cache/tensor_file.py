@@ -18,7 +18,7 @@ import math
 import mmap
 import struct
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -86,8 +86,8 @@ def write(path: Path, tensors: Mapping[str, Tensor], said: Mapping[str, Any]) ->
             file.write(_bytes(tensors[name]))
 
 
-def read(path: Path) -> TensorFile:
-    """Map a file into memory and check all its bytes.
+def read(path: Path, wanted: Callable[[str], bool] = lambda name: True) -> TensorFile:
+    """Map a file into memory and check all its bytes, or the header and the tensors with wanted names.
 
     Raises:
         UserError: the file is missing, has another format, is cut off or is damaged.
@@ -99,6 +99,8 @@ def read(path: Path) -> TensorFile:
     start, header, said = _header(path, view, size)
     tensors = {}
     for name, entry in header.items():
+        if not wanted(name):
+            continue
         begin, end = (start + offset for offset in entry["data_offsets"])
         if f"{zlib.crc32(view[begin:end]):08x}" != said["crc32"][name]:
             raise UserError(f"{path} is damaged: the bytes of {name} are not those that were written; {AGAIN}")

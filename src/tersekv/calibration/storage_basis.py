@@ -53,7 +53,9 @@ def basis_on(model: PreTrainedModel, corpus: Corpus, sinks: int, progress: Calla
     config = text_config(model.config)
     ropes = Ropes(config, AttentionShape.of(config).key_dim)
     groups = layer_groups(config, GROUP)
-    sources = [Source(i, side, side == "keys" and ropes.known(i) is not None) for g in groups for i in g for side in SIDES]
+    sources = [
+        Source(i, side, side == "keys" and ropes.known(i) is not None) for g in groups for i in g for side in SIDES
+    ]
     sums: dict[tuple[int, Side], Sums] = {}
     metrics: dict[tuple[int, Side], Tensor] = {}
     for sample, ids in enumerate(corpus.windows):
@@ -112,12 +114,17 @@ def _bases(path: Path, changed: int, model: str, of: str, config: PreTrainedConf
     """Return the bases in a file, the same objects until the file changes."""
     found, shape = Calibration.load(path), AttentionShape.of(config)
     if (found.made.recipe, found.made.model, found.made.architecture) != (NAME, model, of):
-        raise UserError(f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`")
+        raise UserError(
+            f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`"
+        )
     bases = {}
     for group, layers in enumerate(layer_groups(config, GROUP)):
         for side, D in zip(SIDES, (shape.key_dim, shape.value_dim), strict=True):
             n, half = len(layers) * shape.kv_heads * D, torch.float32
-            wanted = specs(n, n) | {"variance": TensorSpec(half, (n,), low=0), "metric": TensorSpec(half, (n // D, D, D))}
+            wanted = specs(n, n) | {
+                "variance": TensorSpec(half, (n,), low=0),
+                "metric": TensorSpec(half, (n // D, D, D)),
+            }
             start, held = f"groups.{group}.{side}.", {}
             for name, spec in wanted.items():
                 tensor = found.tensors.get(start + name)

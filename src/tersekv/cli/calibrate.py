@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from tersekv.recipe import Recipe
 
 RECIPES_HELP = f"{output.RECIPE_HELP} May be repeated, with one pass over the text; bits=2..4 gives several recipes."
+STORAGE_HELP = "Fit the bases of storage files (`prompt-cache build --storage`), in place of a recipe or beside it."
 OUT_HELP = "Output file (for one recipe) or folder. By default a folder that the other commands search."
 
 
 def calibrate(
-    recipe: Annotated[list[str], typer.Option("--recipe", "-r", help=RECIPES_HELP)],
+    recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help=RECIPES_HELP)] = None,
+    storage: Annotated[bool, typer.Option("--storage", help=STORAGE_HELP)] = False,
     model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
     text: Annotated[
         str, typer.Option("--text", "-t", help="Text file, or pydoc (Python's language reference).")
@@ -51,8 +53,10 @@ def calibrate(
         from tersekv.lab.evals.windows import read_text
         from tersekv.recipe import Recipe
 
-        recipes = [Recipe.parse(one) for one in unique(one for product in recipe for one in expand(product))]
-    _check_out(out, len(recipes))
+        recipes = [Recipe.parse(one) for one in unique(one for product in recipe or () for one in expand(product))]
+    if not recipes and not storage:
+        raise UserError("there is nothing to calibrate: give --recipe RECIPE, or --storage for storage files")
+    _check_out(out, len(recipes) + storage)
     read = read_text(text)
     network, tokenizer = load(model)
     from tersekv.calibration.calibrate import Calibrator, Corpus
@@ -64,7 +68,7 @@ def calibrate(
     profiles = {profile_of(one): one for one in recipes if needs_profile(one, network.config)}
     of_heads = {name for name, one in profiles.items() if one.policy().needs_scores}
     fitted = [one for one in recipes if needs_corpus(one, network.config) or not needs_profile(one, network.config)]
-    _check_out(out, len(fitted) + len(profiles))
+    _check_out(out, len(fitted) + len(profiles) + storage)
     _check_length(length, network)
     name = text if text == "pydoc" else Path(text).name
     start = time.perf_counter()
@@ -73,11 +77,13 @@ def calibrate(
     with PeakMemory() as memory:
         about = {"corpus": name, "corpus_sha256": _sha256(read), "samples": samples, "length": length, "seed": seed}
         files += [_save_profile(_measure(network, tokenizer, text, about, str(name)), out) for name in of_heads]
-        if fitted or len(of_heads) < len(profiles):
+        if fitted or storage or len(of_heads) < len(profiles):
             with output.step(f"tokenising {name}"):
                 corpus = Corpus.draw(name, read, tokenizer(read, verbose=False)["input_ids"], samples, length, seed)
             others = [one for name, one in profiles.items() if name not in of_heads]
             files += [_save_profile(_spread(network, one, corpus), out) for one in others]
+            if storage:
+                files.append(_save_profile(_bases(network, corpus, sinks), out))
         if fitted:
             run = Calibrator(network, fitted, corpus, sinks, workers or os.cpu_count() or 1)
             found = _run(run)
@@ -154,8 +160,20 @@ def _spread(network: Any, recipe: Recipe, corpus: Corpus) -> Calibration:
     return found
 
 
+def _bases(network: Any, corpus: Corpus, sinks: int) -> Calibration:
+    """Return the bases of storage files."""
+    from tersekv.calibration.storage_basis import basis_on
+
+    samples = len(corpus.windows)
+    with output.step("computing gradients") as step:
+        step.begin("computing gradients", samples, "samples")
+        found = basis_on(network, corpus, sinks, step.at)
+        step.at(samples, samples)
+    return found
+
+
 def _save_profile(found: Calibration, out: Path | None) -> tuple[str, Path, Calibration]:
-    """Write the measurement of a token policy."""
+    """Write the measurement of a token policy, or the bases of storage files."""
     from tersekv.calibration.find import default_folder, profile_place
 
     folder = default_folder(found.made.model) if out is None else out

@@ -88,7 +88,7 @@ def generate(
             import tersekv
 
             with output.step(f"loading {prompt_cache}"):
-                held = tersekv.CompressedCache.load(prompt_cache, network, ids, tokenizer.decode)
+                held = tersekv.CompressedCache.load(prompt_cache, network, ids, tokenizer.decode, choice, calibration)
         outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held, watch))
     differs = None if watch is None else measure.compared(watch, *outcomes)
     if as_json:
@@ -110,7 +110,10 @@ def _recipe(recipe: str | None, prompt_cache: Path | None) -> str:
         return given or str(Recipe.parse(output.DEFAULT_RECIPE))
     from tersekv.cache.tensor_file import read_said
 
-    found = str(Recipe.parse(read_said(prompt_cache.expanduser())[0]["recipe"]))
+    said = read_said(prompt_cache.expanduser())[0]
+    if "storage" in said:  # it loads into any
+        return given or str(Recipe.parse(output.DEFAULT_RECIPE))
+    found = str(Recipe.parse(said["recipe"]))
     if given not in (None, found):
         raise UserError(f"--recipe {given} differs from recipe {found} of {prompt_cache}: leave --recipe out")
     return found

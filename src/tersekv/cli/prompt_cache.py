@@ -17,6 +17,16 @@ from tersekv.versions import cache_argument
 app = typer.Typer(help="Keep packed caches of prompts in files, to read each prompt only once.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="File from `tersekv prompt-cache build`.")]
 RAW_HELP = "Do not use the model's chat template."
+STORAGE_HELP = (
+    "Bits per number, for example 2: write a smaller storage file, which loads into a cache of any --recipe. "
+    "`tersekv calibrate --storage` makes it smaller still."
+)
+BASES = {
+    "calibration": "those of the model's calibration",
+    "prompt": "of this prompt, over six layers; `tersekv calibrate --storage` saves their bytes",
+    "layer": "of this prompt, layer by layer; `tersekv calibrate --storage` gives better ones",
+}
+"""Bases of a storage file, in words."""
 
 
 @app.command()
@@ -27,6 +37,7 @@ def build(
     prompt: Annotated[str | None, typer.Option("--prompt", "-p", help="Text that prompts begin with.")] = None,
     file: Annotated[Path | None, typer.Option("--file", "-f", help="File with that text; - is standard input.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help=RAW_HELP)] = False,
+    storage: Annotated[float | None, typer.Option("--storage", help=STORAGE_HELP)] = None,
     calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
@@ -36,6 +47,11 @@ def build(
     """
     text = read_text(prompt, file, None)
     out = check_out(out)
+    if storage is not None:
+        from tersekv.storage.streams import require_packages
+
+        require_packages("--storage")
+        recipe = "exact"
     with output.step("loading torch and transformers"):
         import torch
 
@@ -54,12 +70,36 @@ def build(
         network(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(network, cache))
     read, start = time.perf_counter() - start, time.perf_counter()
     with output.step(f"writing {out}"):
-        cache.save(out, ids)
+        cache.save(out, ids, storage=storage)
     seconds = {"prefill_seconds": round(read, 4), "save_seconds": round(time.perf_counter() - start, 4)}
     _say(out, as_json, seconds)
+    if storage is not None:
+        return
     gained = sizes.nothing_gained(cache.footprint(), cache_shape(network.config), str(cache.recipe))
     if gained and not as_json:
         output.show(gained)
+
+
+@app.command("load")
+def load_file(
+    file: File,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Output file.")],
+    recipe: Annotated[str, typer.Option("--recipe", "-r", help=output.RECIPE_HELP)] = output.DEFAULT_RECIPE,
+    model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
+    calibration: output.Calibrations = None,
+    as_json: output.Json = False,
+) -> None:
+    """Pack a storage file with a recipe, and write the packed cache to another file."""
+    out = check_out(out)
+    with output.step("loading torch and transformers"):
+        import tersekv
+    network, _ = load(model)
+    start = time.perf_counter()
+    with output.step(f"loading {file}"):
+        cache = tersekv.CompressedCache.load(file, network, recipe=recipe, calibration=calibration)
+    seconds = {"load_seconds": round(time.perf_counter() - start, 4)}
+    cache.save(out, cache.token_ids.joined())
+    _say(out, as_json, seconds)
 
 
 @app.command()
@@ -100,6 +140,7 @@ def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
         "file": str(file),
         "file_bytes": size,
         **{name: said[name] for name in ("recipe", "model_type", "model", "batch", "ids_sha256", "tersekv")},
+        **({"storage": stored} if (stored := said.get("storage")) else {}),
         "cache": held,
         **more,
     }
@@ -107,8 +148,10 @@ def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
         output.print_json(document)
         return
     known = "unknown" if said["ids_sha256"] is None else said["ids_sha256"][:16]
+    stored_rows = () if not stored else (("bits per number", f"{stored['rate']:g}"), ("bases", BASES[stored["bases"]]))
     rows = [
         ("recipe", said["recipe"]),
+        *stored_rows,
         ("model", f"{said['model_type']} {said['model'][:16]}"),
         ("tokens", f"{held['tokens']:,}" if said["batch"] == 1 else f"{said['batch']} × {held['tokens']:,}"),
         ("token ids", known),
@@ -118,5 +161,5 @@ def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
         ("written by tersekv", said["tersekv"]),
         *((name.replace("_", " "), str(value)) for name, value in more.items()),
     ]
-    words = ("recipe", "model", "token ids", "which is", "written by tersekv")
+    words = ("recipe", "bases", "model", "token ids", "which is", "written by tersekv")
     output.show(output.table(str(file), ("", ""), rows, words=words, by_column="prompt cache"))

@@ -115,12 +115,12 @@ def load(
     if "storage" in said:
         if ids is not None:
             check_prompt(path, tensors.get("ids"), ids, decode)
-        cache = kind(model, recipe, calibration)  # type: ignore[call-arg]
+        cache = kind(model, recipe, calibration)  # type: ignore[arg-type]  # that of CompressedCache
         cache.bind_model(model)
         with _named(path):
             _check_ids(said, tensors.get("ids"))
             stored.fill(cache, said, tensors, model.device)
-        return _noted(cache, said, tensors.get("ids"), path)
+        return _noted(cache, said, tensors.get("ids"), path, model)
     if recipe is not None and str(Recipe.parse(recipe)) != said["recipe"]:
         raise UserError(
             f"{path} holds a cache packed with {said['recipe']}, not with {recipe}: leave the recipe out, or build a "
@@ -144,13 +144,13 @@ def load(
         for i, (layer, its_state) in enumerate(zip(layers, state["layers"], strict=True)):
             layer.restore(its_state, said["batch"], model.device, f"layers.{i}")
         _check_layers([layer.store for layer in layers if layer.store is not None], said["cache"]["tokens"])
-    return _noted(cache, said, state["ids"], path)
+    return _noted(cache, said, state["ids"], path, model)
 
 
-def _noted(cache: C, said: dict[str, Any], ids: Tensor | None, path: Path) -> C:
+def _noted(cache: C, said: dict[str, Any], ids: Tensor | None, path: Path, model: PreTrainedModel) -> C:
     """Return the cache with the ids of its tokens, if they are known."""
     if ids is not None and said["batch"] == 1:  # rows of a batch may begin with padding, which ids do not show
-        cache.token_ids.note(0, ids)
+        cache.token_ids.note(0, ids.to(model.device))
     log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), cache.recipe, path)
     return cache
 

@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,10 +45,10 @@ GROUPED = {"calibration": GROUP, "prompt": GROUP, "layer": 1}
 class Layers:
     """The attention layers of a cache, as vectors of groups.
 
-    size: layers of a group. tokens: of the sequence.
+    size: layers of a group. tokens: of the sequence. spans: of each group.
     """
 
-    def __init__(self, cache: ModelCache, tokens: int, size: int, firsts: list[int] | None = None) -> None:
+    def __init__(self, cache: ModelCache, tokens: int, size: int) -> None:
         self.cache, self.tokens = cache, tokens
         self.groups = layer_groups(cache.config, size)
         shape = cache.shape
@@ -57,7 +56,7 @@ class Layers:
         self.dims = {"keys": shape.key_dim, "values": shape.value_dim}
         kinds = attention_layers(cache.config)
         self.windows = [kinds[layers[0]].window for layers in self.groups]
-        self.spans = [Span.of(first, tokens) for first in firsts] if firsts else []
+        self.spans: list[Span] = []
 
     def layer(self, index: int) -> CompressedLayer:
         """Return a layer of the cache."""
@@ -143,9 +142,7 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
     return {**about, "recipe": "storage", "cache": held, "storage": stored}, tensors
 
 
-def _chosen(
-    cache: ModelCache, about: dict[str, Any], rate: float
-) -> tuple[str, Layers, Bases, str | None, float]:
+def _chosen(cache: ModelCache, about: dict[str, Any], rate: float) -> tuple[str, Layers, Bases, str | None, float]:
     """Return the kind of the bases, the groups, the bases, the digest of their calibration, and the step."""
     tokens = about["cache"]["tokens"]
 
@@ -235,39 +232,59 @@ class StoredFile:
         require(said["batch"] == 1, "batch", "must be 1")
         require(stored["step"] > 0, "storage.step", "must be more than 0")
         self.step, self.dtype, self.tensors = stored["step"], FLOATS[stored["dtype"]], tensors
-        self.layers = layers = Layers(cache, tokens, GROUPED[stored["bases"]], stored["firsts"])
+        self.digest = stored["calibration"]
+        own = stored["bases"] != "calibration"
+        require(own == (self.digest is None), "storage.calibration", "does not fit storage.bases")
+        layers = Layers(cache, tokens, GROUPED[stored["bases"]])
         each(whole(0, tokens - 1), len(layers.groups))(stored["firsts"], "storage.firsts")
+        layers.spans = [Span.of(first, tokens) for first in stored["firsts"]]
+        self.layers = layers
         for first, window in zip(stored["firsts"], layers.windows, strict=True):
             latest = 0 if window is None else max(0, tokens - window + 1)
             require(first <= latest, "storage.firsts", f"has {first}, and must have at most {latest}")
-        wanted = {"ids"} & tensors.keys()
-        for indices, span in zip(layers.groups, layers.spans, strict=True):
+        self.bases = self._bases(said)
+
+    def check_names(self) -> None:
+        """Raise UserError unless the tensors are those of a whole file."""
+        layers, wanted = self.layers, {"ids"} & self.tensors.keys()
+        for indices in layers.groups:
             wanted |= {f"exact.{index}.{side}" for index in indices for side in SIDES}
         for group, side in layers.sides():
             wanted |= {f"pages.{group}.{side}.{page}" for page, _, _ in layers.spans[group].pages()}
-            if stored["bases"] != "calibration":
+            if self.digest is None:
                 wanted |= {f"bases.{group}.{side}.{name}" for name in specs(1)}
-        require(tensors.keys() == wanted, "tensors", "are not those of a storage file with so many tokens")
-        self.bases = self._bases(said, stored)
+        require(self.tensors.keys() == wanted, "tensors", "are not those of a storage file with so many tokens")
 
-    def _bases(self, said: Mapping[str, Any], stored: Mapping[str, Any]) -> Bases:
-        if stored["bases"] == "calibration":
+    def _named(self, name: str) -> bytes:
+        """Return the bytes of a tensor.
+
+        Raises:
+            UserError: it is missing, or holds no bytes.
+        """
+        require(name in self.tensors, name, "is missing")
+        tensor(torch.uint8, None)(self.tensors[name], name)
+        return self.tensors[name].numpy().tobytes()
+
+    def _bases(self, said: Mapping[str, Any]) -> Bases:
+        if self.digest is not None:
             found = find_bases(said["model"], self.layers.cache.config)
-            if found is None or found[1] != stored["calibration"]:
+            if found is None or found[1] != self.digest:
                 has = "this machine has none" if found is None else f"that of this machine is {found[1]}"
                 raise UserError(
-                    f"it needs the model's storage calibration {stored['calibration']}, and {has}: copy it from where "
+                    f"it needs the model's storage calibration {self.digest}, and {has}: copy it from where "
                     "the file was made, or build the file again"
                 )
             return found[0]
         bases = {}
         for group, side in self.layers.sides():
-            held = {name: self.tensors[f"bases.{group}.{side}.{name}"] for name in specs(1)}
+            held = {name: self.tensors.get(f"bases.{group}.{side}.{name}") for name in specs(1)}
             n = self.layers.widths[side] * len(self.layers.groups[group])
-            for name, spec in specs(n, len(held["scale"]) if held["scale"].dim() else 0).items():
+            for name, spec in specs(n).items():
                 of_spec(spec)(held[name], f"bases.{group}.{side}.{name}")
-            empty = torch.empty(0)
-            bases[group, side] = Basis(**held, variance=empty, metric=empty)
+            basis = Basis(**held, variance=torch.empty(0), metric=torch.empty(0))  # type: ignore[arg-type]
+            fits = len(basis.rows) == len(basis.scale)
+            require(fits, f"bases.{group}.{side}", "has other numbers of rows and scales")
+            bases[group, side] = basis
         return bases
 
     def fill(self) -> Iterator[tuple[int, Tensor, Tensor]]:
@@ -278,43 +295,63 @@ class StoredFile:
         """
         layers = self.layers
         for group, (indices, span) in enumerate(zip(layers.groups, layers.spans, strict=True)):
-            pages = {side: self.pages(group, side, span) for side in SIDES} if span.coded else {}
+            pages = {side: self.pages(group, side) for side in SIDES} if span.coded else {}
             for place, index in enumerate(indices):
-                yield index, *(self._tokens(index, place, side, span, pages.get(side)) for side in SIDES)
+                keys, values = (self._tokens(index, place, side, span, pages.get(side)) for side in SIDES)
+                yield index, keys, values
 
-    def pages(self, group: int, side: Side, span: Span) -> Pages:
-        """Return the codes of one side of a group."""
-        data = []
-        for page, first, last in span.pages():
-            name = f"pages.{group}.{side}.{page}"
-            tensor(torch.uint8, None)(self.tensors[name], name)
-            data.append((self.tensors[name].numpy().tobytes(), last - first))
+    def pages(self, group: int, side: Side, only: int | None = None) -> Pages:
+        """Return the codes of one side of a group, of all pages or of one."""
+        data = [
+            (self._named(f"pages.{group}.{side}.{page}"), last - first)
+            for page, first, last in self.layers.spans[group].pages()
+            if only in (None, page)
+        ]
         try:
             return Pages.of(self.bases[group, side], self.step, data)
         except UserError as error:
             raise UserError(f"pages.{group}.{side} {error}") from error
 
+    def page(self, number: int) -> dict[int, tuple[Tensor, Tensor]]:
+        """Return keys and values [1, H, n, D] of a page's coded tokens, by layer. No other page is read."""
+        found = {}
+        for group, indices in enumerate(self.layers.groups):
+            for page, first, last in self.layers.spans[group].pages():
+                if page == number:
+                    codes = {side: self.pages(group, side, number) for side in SIDES}
+                    for place, index in enumerate(indices):
+                        keys, values = (next(self._decoded(index, place, s, codes[s], first)) for s in SIDES)
+                        found[index] = keys, values
+                    assert keys.shape[2] == last - first
+        return found
+
     def _tokens(self, index: int, place: int, side: Side, span: Span, pages: Pages | None) -> Tensor:
-        layers, name = self.layers, f"exact.{index}.{side}"
-        width, D = layers.widths[side], layers.dims[side]
-        H, kept = width // D, span.last - span.first - span.coded
-        tensor(torch.uint8, None)(self.tensors[name], name)
+        """Return one side [1, H, T, D] of a layer, which is at `place` in its group."""
+        name, D = f"exact.{index}.{side}", self.layers.dims[side]
+        H, kept = self.layers.widths[side] // D, span.last - span.first - span.coded
         try:
-            exact = codec.exact_tensor(self.tensors[name].numpy().tobytes(), (H, kept, D), _exact_dtype(self.dtype))
+            exact = codec.exact_tensor(self._named(name), (H, kept, D), _exact_dtype(self.dtype))
         except UserError as error:
             raise UserError(f"{name} {error}") from error
         out = torch.zeros((1, H, span.last, D), dtype=self.dtype)
-        before = span.start - span.first
+        before, at = span.start - span.first, span.start
         out[0, :, span.first : span.start] = exact[:, :before].to(self.dtype)
         out[0, :, span.stop :] = exact[:, before:].to(self.dtype)
-        at, rope = span.start, layers.cache.ropes.known(index) or NO_ROPE
-        for x in () if pages is None else pages.vectors(place * width, (place + 1) * width):
-            found = x.unflatten(1, (H, D)).transpose(0, 1)[None]
-            if side == "keys":
-                found = rope.apply(found, *layers.cos_sin(index, at, len(x)))
-            out[:, :, at : at + len(x)] = found.to(self.dtype)
-            at += len(x)
+        for x in () if pages is None else self._decoded(index, place, side, pages, at):
+            out[:, :, at : at + x.shape[2]] = x
+            at += x.shape[2]
         return out
+
+    def _decoded(self, index: int, place: int, side: Side, pages: Pages, at: int) -> Iterator[Tensor]:
+        """Yield the coded tokens [1, H, n, D] of each page. at: position of the first one."""
+        width, D = self.layers.widths[side], self.layers.dims[side]
+        rope = self.layers.cache.ropes.known(index) or NO_ROPE
+        for flat in pages.vectors(place * width, (place + 1) * width):
+            x = flat.unflatten(1, (-1, D)).transpose(0, 1)[None]
+            if side == "keys":
+                x = rope.apply(x, *self.layers.cos_sin(index, at, len(flat)))
+            at += len(flat)
+            yield x.to(self.dtype)
 
 
 def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
@@ -324,6 +361,7 @@ def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tenso
         UserError: the file contradicts itself or the model, or its calibration is missing.
     """
     file = StoredFile(cache, said, tensors)
+    file.check_names()
     for index, keys, values in file.fill():
         layer, (keys, values) = file.layers.layer(index), (x.to(device) for x in (keys, values))
         layer.lazy_initialization(keys, values)

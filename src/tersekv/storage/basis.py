@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from tersekv.tensors import TensorSpec
-from tersekv.transforms.klt import shrunk
 from tersekv.transforms.klt import roots as roots_of
+from tersekv.transforms.klt import shrunk
 
 GROUP = 6
 """Layers of a group. SmolLM2: six layers save .9 bits of 2 against one head, all 30 save hardly more."""
@@ -50,7 +50,7 @@ class Sums(NamedTuple):
 
     def plus(self, other: Sums) -> Sums:
         """Return the sums over the vectors of both."""
-        return Sums(*(a + b for a, b in zip(self, other, strict=True)))
+        return Sums(self.vectors + other.vectors, self.total + other.total, self.squares + other.squares)
 
     def covariance(self) -> Tensor:
         """Return E[(x − μ)·(x − μ)ᵀ]."""
@@ -140,9 +140,10 @@ def plain_metric(sums: Sums, layers: int, D: int) -> Tensor:
     """Return a metric in which the errors of each of a group's layers are relative to its energy."""
     energy = sums.covariance().diagonal().reshape(layers, -1).mean(1).clamp_min(1e-30)
     blocks = len(sums.total) // D // layers
-    return torch.eye(D, dtype=torch.float64).repeat(layers * blocks, 1, 1) / energy.repeat_interleave(blocks)[
-        :, None, None
-    ]
+    return (
+        torch.eye(D, dtype=torch.float64).repeat(layers * blocks, 1, 1)
+        / energy.repeat_interleave(blocks)[:, None, None]
+    )
 
 
 def groups_of(windows: Sequence[int | None], size: int) -> list[list[int]]:

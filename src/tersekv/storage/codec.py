@@ -105,7 +105,9 @@ def _bits(codes: Tensor) -> float:
     bands = torch.arange(len(codes)) // streams.BAND
     low, high = (int(end) for end in codes.aminmax())
     width = high - low + 1
-    counts = torch.bincount(((codes - low).long() + bands[:, None] * width).flatten(), minlength=int(bands[-1] + 1) * width)
+    counts = torch.bincount(
+        ((codes - low).long() + bands[:, None] * width).flatten(), minlength=int(bands[-1] + 1) * width
+    )
     counts = counts.view(-1, width).double()
     p = counts / counts.sum(1, keepdim=True)
     return float(-(counts * p.clamp_min(1e-300).log2()).sum())
