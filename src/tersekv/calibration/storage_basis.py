@@ -106,14 +106,8 @@ def find_bases(model: str, config: PreTrainedConfig) -> tuple[Bases, str] | None
     path = profile_place(default_folder(model), NAME)
     if not path.is_file():
         return None
-    return _bases(path, path.stat().st_mtime_ns, model, architecture(config), config)
-
-
-@functools.lru_cache(maxsize=2)
-def _bases(path: Path, changed: int, model: str, of: str, config: PreTrainedConfig) -> tuple[Bases, str]:
-    """Return the bases in a file, the same objects until the file changes."""
-    found, shape = Calibration.load(path), AttentionShape.of(config)
-    if (found.made.recipe, found.made.model, found.made.architecture) != (NAME, model, of):
+    (found, digest), shape = _loaded(path, path.stat().st_mtime_ns), AttentionShape.of(config)
+    if (found.made.recipe, found.made.model, found.made.architecture) != (NAME, model, architecture(config)):
         raise UserError(
             f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`"
         )
@@ -132,4 +126,11 @@ def _bases(path: Path, changed: int, model: str, of: str, config: PreTrainedConf
                     raise UserError(f"{path} is wrong: {start}{name} {fault}; calibrate again")
                 held[name] = tensor
             bases[group, side] = Basis(**held)  # type: ignore[arg-type]
-    return bases, found.digest
+    return bases, digest
+
+
+@functools.lru_cache(maxsize=2)
+def _loaded(path: Path, changed: int) -> tuple[Calibration, str]:
+    """Return the calibration in a file and its digest, the same objects until the file changes."""
+    found = Calibration.load(path)
+    return found, found.digest

@@ -21,13 +21,13 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.rotary import Rotary
-from tersekv.cache.schema import each, number, of_spec, one_of, optional, record, require, tensor, text, whole
+from tersekv.cache.schema import MOST, each, number, of_spec, one_of, optional, record, require, tensor, text, whole
 from tersekv.calibration.storage_basis import SIDES, Bases, find_bases, layer_groups
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import FLOATS, CompressedLayer
 from tersekv.layouts.base import Side
-from tersekv.models.config import attention_layers
+from tersekv.models.config import attention_layers, longest_context
 from tersekv.storage import codec, streams
 from tersekv.storage.basis import GROUP, Basis, Sums, fitted, plain_metric, specs
 from tersekv.storage.codec import Pages, Span
@@ -247,6 +247,11 @@ class StoredFile:
     def check_names(self) -> None:
         """Raise UserError unless the tensors are those of a whole file."""
         layers, wanted = self.layers, {"ids"} & self.tensors.keys()
+        # a forged number of tokens must not make millions of names, or tensors of tokens that no page holds
+        pages = sum(2 * len(span.page_numbers()) for span in layers.spans)
+        context = longest_context(layers.cache.config) or MOST
+        fits = pages <= len(self.tensors) and (None in layers.windows or layers.tokens <= context)
+        require(fits, "cache.tokens", "is more than the pages hold")
         for indices in layers.groups:
             wanted |= {f"exact.{index}.{side}" for index in indices for side in SIDES}
         for group, side in layers.sides():

@@ -63,16 +63,17 @@ class Sums(NamedTuple):
 
 
 class Basis(NamedTuple):
-    """Basis of one side of a group.
+    """Basis of one side of a group. Component d adds scale_d·channels·rows_d to x.
 
-    mean: float16 [n]. rows: int8 [k, n]. scale: float32 [k], of the rows.
-    variance: float32 [k], of the components; only `components` needs it and the metric.
-    metric: float32 [n / D, D, D].
+    mean: float16 [n]. rows: int8 [k, n]. scale: float32 [k], of the rows. channels: float32 [n], so
+    that rounding rows costs alike in all channels.
+    variance: float32 [k], of the components. metric: float32 [n / D, D, D]. Only writing needs both.
     """
 
     mean: Tensor
     rows: Tensor
     scale: Tensor
+    channels: Tensor
     variance: Tensor
     metric: Tensor
 
@@ -82,10 +83,10 @@ class Basis(NamedTuple):
 
     def analysis(self) -> Tensor:
         """Return A float32 [k, n]."""
-        rows = self.rows.double() * self.scale.double()[:, None]
+        rows = self.rows.float() * self.scale[:, None] * self.channels
         D = self.metric.shape[-1]
-        measured = torch.einsum("kbd,bde->kbe", rows.unflatten(1, (-1, D)), self.metric.double()).flatten(1)
-        return torch.linalg.solve(measured @ rows.T, measured).float()
+        measured = torch.einsum("kbd,bde->kbe", rows.unflatten(1, (-1, D)), self.metric).flatten(1)
+        return torch.linalg.solve(measured @ rows.T, measured)
 
     def components(self, x: Tensor, analysis: Tensor) -> Tensor:
         """Return y float32 [k, T] of x [T, n]. analysis: see there."""
@@ -93,22 +94,23 @@ class Basis(NamedTuple):
 
     def vectors(self, y: Tensor, first: int, last: int) -> Tensor:
         """Return numbers first to last of x̂, float32 [T, last − first], of y float32 [k, T]."""
-        rows = self.rows[:, first:last].float() * self.scale[:, None]
+        rows = self.rows[:, first:last].float() * self.scale[:, None] * self.channels[first:last]
         return self.mean[first:last].float() + y.T @ rows
 
     @property
     def nbytes(self) -> int:
         """Bytes of what reading needs."""
-        return self.mean.nbytes + self.rows.nbytes + self.scale.nbytes
+        return sum(tensor.nbytes for tensor in self[:4])
 
 
 def specs(n: int, k: int | None = None) -> dict[str, TensorSpec]:
     """Return the tensors of a basis that a file with it has, for vectors of n numbers."""
-    low = torch.finfo(torch.float32).tiny
+    single, low = torch.float32, torch.finfo(torch.float32).tiny
     return {
         "mean": TensorSpec(torch.float16, (n,)),
         "rows": TensorSpec(torch.int8, (k, n)),
-        "scale": TensorSpec(torch.float32, (k,), low=low),
+        "scale": TensorSpec(single, (k,), low=low),
+        "channels": TensorSpec(single, (n,), low=low),
     }
 
 
@@ -121,7 +123,8 @@ def fitted(sums: Sums, metric: Tensor, temper: float = TEMPER) -> Basis:
     root, inverse = (torch.block_diag(*blocks) for blocks in roots_of(metric))
     lengths, vectors = torch.linalg.eigh(root @ sums.covariance() @ root)
     variance, order = lengths.clamp_min(0).sort(descending=True)
-    rows = (inverse @ vectors[:, order]).T
+    channels = metric.diagonal(dim1=1, dim2=2).flatten().rsqrt()
+    rows = (inverse @ vectors[:, order]).T / channels
     # in units in which groups and sides share one step
     spread = variance.clamp_min(1e-9 * variance[0]).log().mean().exp().clamp_min(1e-300)
     unit = spread**temper
@@ -130,7 +133,8 @@ def fitted(sums: Sums, metric: Tensor, temper: float = TEMPER) -> Basis:
     return Basis(
         kept,
         (rows / scale[:, None]).round().to(torch.int8),
-        (scale * unit).float(),
+        scale.float(),
+        (channels * unit).float(),
         (variance / unit**2).float(),
         (metric / unit**2).float(),
     )

@@ -52,9 +52,13 @@ class Span(NamedTuple):
         """Number of coded tokens."""
         return self.stop - self.start
 
+    def page_numbers(self) -> range:
+        """Return the numbers of the pages with coded tokens."""
+        return range(self.start // PAGE, -(-self.stop // PAGE) if self.coded else 0)
+
     def pages(self) -> Iterator[tuple[int, int, int]]:
         """Yield number, first and last token of each page with coded tokens."""
-        for page in range(self.start // PAGE, -(-self.stop // PAGE) if self.start < self.stop else 0):
+        for page in self.page_numbers():
             yield page, max(self.start, page * PAGE), min(self.stop, (page + 1) * PAGE)
 
     def exact(self, x: Tensor) -> Tensor:
