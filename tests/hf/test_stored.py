@@ -167,14 +167,12 @@ def test_refusals(llama, models, tmp_path):
 
 
 def outcome(model: Any, path: Path) -> str:
-    """Return "refused" with one sentence that names the file, or "loaded" as a cache of finite tokens."""
+    """Return "loaded" as a cache of finite tokens, "refused" in one sentence that names the file, or another error."""
     try:
         cache = CompressedCache.load(path, model, recipe="exact")
     except UserError as error:
-        assert str(path) in str(error), error
-        assert "\n" not in str(error), error
-        assert len(str(error)) < len(str(path)) + 500, error
-        return "refused"
+        said = str(error)
+        return "refused" if str(path) in said and "\n" not in said and len(said) < len(str(path)) + 500 else said
     assert all(bool(x.isfinite().all()) for both in tokens_of(cache) for x in both)
     return "loaded"
 
@@ -216,8 +214,10 @@ def test_damaged_and_forged_files(models, name, tmp_path, monkeypatch):
     """All damaged ones are refused. A forged one is refused, or its streams are those of other tokens."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     read(models[name], 400).save(tmp_path / "a", prompt(400), storage=2)
-    assert damaged(models[name], tmp_path / "a", 0, 40) == {"refused": 40}
-    assert forgeries(models[name], tmp_path / "a", 0, 80)["refused"] > 40
+    assert damaged(models[name], tmp_path / "a", 0, 20) == {"refused": 20}
+    found = forgeries(models[name], tmp_path / "a", 0, 40)
+    assert found.keys() <= {"refused", "loaded"}
+    assert found["refused"] > 20
 
 
 if __name__ == "__main__":
