@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import serving
-from measured.base import Page, Section, rows, table
+from measured.base import Page, Section, cache, estimate, model, rows, table
+from tersekv.lab.evals.tasks.base import Estimate
 
 FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
 
@@ -21,6 +22,23 @@ def prompt_caches() -> str:
         spent = [seconds(row, part) for part in ("prefill", "pack", "save", "load")]
         lines.append((f"`{row['recipe']}`", f"{row['file_bytes'] / 1e6:.1f}", f"{row['ratio_bf16']:.2f}", *spent))
     columns = ("recipe", "file, MB", "smaller than bfloat16", "prefill, s", "packing, s", "saving, s", "loading, s")
+    return table(columns, lines)
+
+
+def storage_files() -> str:
+    """Return the table of storage files beside others: bytes, and divergence over windows."""
+    groups: dict[tuple[str, int, str], list[dict]] = {}
+    for row in rows("storage.jsonl"):
+        groups.setdefault((model(row), row["tokens"], row["cache"]), []).append(row)
+    lines = []
+    for (name, tokens, held), found in groups.items():
+        ratio = sum(row["bf16_bytes"] for row in found) / sum(row["file_bytes"] for row in found)
+        kind = {"calibration": ", calibrated", "prompt": "", "layer": ", layer by layer"}.get(found[0].get("bases"), "")
+        shown = held if held.startswith(("storage", "bfloat16")) else cache(held)
+        size = f"{sum(row['file_bytes'] for row in found) / len(found) / 1e6:.2f}"
+        kl = "0" if held.startswith("bfloat16") else estimate(Estimate.of([row["kl"] for row in found]))
+        lines.append((name, f"{tokens:,}", f"{shown}{kind}", size, f"{ratio:.2f}", kl, len(found)))
+    columns = ("model", "tokens", "file", "MB", "smaller than bfloat16", "KL divergence", "windows")
     return table(columns, lines)
 
 
@@ -74,6 +92,16 @@ def page() -> Page:
                 "SmolLM2-135M, float32, 8,000 tokens, one thread, median of 5. Seconds of the processor, in brackets "
                 "of the clock: other work had the machine at a load of 12. Loading checks every byte.",
                 prompt_caches(), ["prompt_cache.jsonl"], "python benchmarks/prompt_cache.py --out FILE",
+            ),
+            Section(
+                "Storage files",
+                "Files of a prompt, and the divergence of the next 256 tokens after loading: wikitext-2's test text, "
+                "float32, 128 tokens at a time. `storage 2` has 2 bits per coded number and is loaded into exact tokens, "
+                "`storage 2>default` into `default`. The first 4 and last 128 tokens have 16 bits in all packed and "
+                "stored files, a bit per number of 2,048 tokens. \"By bytes\" has all low bytes before all high ones.",
+                storage_files(), ["storage.jsonl"],
+                "tersekv calibrate --storage --model smollm2 --text FILE --samples 20 --length 1024\n"
+                "python benchmarks/storage.py --text FILE --model smollm2 --out FILE",
             ),
         ),
     )  # fmt: skip

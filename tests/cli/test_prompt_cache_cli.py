@@ -102,3 +102,23 @@ def test_common_prefix_of_prompts(tiny: str) -> None:
     ids = common_ids(tokenizer, "ab", config)
     assert tokenizer.decode(ids[0].tolist()) == "<|user|>ab"
     assert tokenizer.decode(common_ids(tokenizer, "ab", config, raw=True)[0].tolist()) == "ab"
+
+
+def test_a_storage_file_loads_into_any_recipe(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    path, packed = str(tmp_path / "doc.store"), str(tmp_path / "doc.cache")
+    made = run_json(capfd, "prompt-cache", "build", "--storage", "3", "-p", TEXT, "-m", tiny, "-o", path)
+    assert made["recipe"] == "storage"
+    assert made["storage"]["rate"] == 3
+    assert made["cache"]["tokens"] == len(TEXT) + 1
+    said = run_json(capfd, "prompt-cache", "info", path)
+    assert said == {name: value for name, value in made.items() if not name.endswith("_seconds")}
+    assert run_json(capfd, "prompt-cache", "verify", path, "-m", tiny)["state"] == "verified"
+    assert "of this prompt" in run_text(capfd, "prompt-cache", "info", path)
+    loaded = run_json(capfd, "prompt-cache", "load", path, "-r", "polarquant", "-m", tiny, "-o", packed)
+    assert (loaded["recipe"], loaded["cache"]["tokens"]) == ("polarquant", len(TEXT) + 1)
+    common = ("generate", "-m", tiny, "-p", TEXT, "--max-new-tokens", "4")
+    answers = [run_json(capfd, *common, "--prompt-cache", path, "-r", "polarquant")]
+    answers.append(run_json(capfd, *common, "--prompt-cache", packed))
+    assert answers[0]["cached_tokens"] == len(TEXT) + 1
+    assert answers[0]["cache"] == answers[1]["cache"]
+    assert run_json(capfd, *common, "--prompt-cache", path)["cache"]["recipe"].startswith("trellis")

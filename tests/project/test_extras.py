@@ -1,4 +1,4 @@
-"""Without the extras `lab` and `serve`: functions of the base installation, and errors of commands that
+"""Without the extras `lab`, `serve` and `storage`: functions of the base installation, and errors of commands that
 need a package."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import pytest
 from conftest import complaints
 from made_records import evaluation, write
 from tersekv import UserError
-from tersekv.extras import INSTALL_LAB, INSTALL_SERVE, LAB, SERVE, require
+from tersekv.extras import INSTALL_LAB, INSTALL_SERVE, INSTALL_STORAGE, LAB, SERVE, STORAGE, require
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = ROOT / "benchmarks" / "records"
@@ -62,7 +62,7 @@ def test_base_needs_none_of_the_extra(tiny: str, tmp_path: Path) -> None:
             assert cli.run(call.split()) == 0, call
         print("all of them")
     """
-    done = run_without([*LAB.values(), *SERVE.values()], code, tmp_path)
+    done = run_without([*LAB.values(), *SERVE.values(), *STORAGE.values()], code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "all of them"
 
@@ -83,6 +83,7 @@ CALLS = {
         "report {results}": "tersekv report needs matplotlib",
     },
     "starlette": {"serve --port 8765": "tersekv serve needs starlette"},
+    "pcodec": {"prompt-cache build --storage 2 -p hello -o a.cache": "--storage needs pcodec"},
     "scikit-learn": {"plot clusters": "plot clusters needs scikit-learn"},
     "gguf": dict.fromkeys(
         [
@@ -100,9 +101,9 @@ def test_a_command_says_what_to_install(package: str, results: Path, tmp_path: P
     """One sentence on stderr, nothing on stdout, and no file written."""
     calls = [call.format(results=results, records=RECORDS).split() for call in CALLS[package]]
     code = f"from tersekv import cli\nsys.exit([cli.run(call) for call in {calls!r}] != [2] * {len(calls)})"
-    done = run_without([{**LAB, **SERVE}[package]], code, tmp_path)
+    done = run_without([{**LAB, **SERVE, **STORAGE}[package]], code, tmp_path)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
-    how = INSTALL_SERVE if package in SERVE else INSTALL_LAB
+    how = INSTALL_SERVE if package in SERVE else INSTALL_STORAGE if package in STORAGE else INSTALL_LAB
     said = [f"tersekv: {text}, which is not installed: {how}" for text in CALLS[package].values()]
     assert complaints(done.stderr) == said
     assert list(tmp_path.iterdir()) == []
@@ -142,7 +143,8 @@ def test_extras_are_what_pyproject_states_and_setup_installs() -> None:
     }
     assert extras["lab"] == set(LAB)
     assert extras["serve"] == set(SERVE)
-    assert not base & {*LAB, *SERVE}
+    assert extras["storage"] == set(STORAGE)
+    assert not base & {*LAB, *SERVE, *STORAGE}
     assert "tersekv" in extras["dev"]
     pinned = set(re.findall(r"^([\w-]+)==", (ROOT / "requirements" / "pins.txt").read_text(), re.MULTILINE))
-    assert base | extras["lab"] | extras["serve"] | extras["dev"] - {"tersekv"} <= pinned
+    assert base | extras["lab"] | extras["serve"] | extras["storage"] | extras["dev"] - {"tersekv"} <= pinned

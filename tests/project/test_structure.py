@@ -47,7 +47,8 @@ MAY_IMPORT = {
     "sizes": {"cache", "codecs", "kernels", "layouts", "policies", "recipe", "transforms"},
     "attention": {"cache", "kernels", "layouts", "transforms"},
     "models": {"attention", "codecs", "recipe", "sizes", "transforms"},
-    "calibration": {"attention", "cache", "codecs", "layouts", "models", "recipe", "sizes", "transforms"},
+    "storage": {"transforms"},
+    "calibration": {"attention", "cache", "codecs", "layouts", "models", "recipe", "sizes", "storage", "transforms"},
     "hf": {
         "attention",
         "cache",
@@ -58,6 +59,7 @@ MAY_IMPORT = {
         "policies",
         "recipe",
         "sizes",
+        "storage",
         "transforms",
     },
     "serving": {"cache", "calibration", "codecs", "hf", "kernels", "layouts", "models", "plan", "recipe", "transforms"},
