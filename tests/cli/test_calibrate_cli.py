@@ -114,3 +114,13 @@ def test_stopped_run_says_how_to_continue(tiny: str, capfd, monkeypatch) -> None
     assert cli.run(["calibrate", "-m", tiny, "-r", "kvquant", *SHORT]) == 130
     said = " ".join(capfd.readouterr().err.split())
     assert "keeps the finished part: the same command continues from there" in said
+
+
+def test_bases_of_storage_files(tiny: str, capfd, empty_cache: Path, tmp_path: Path) -> None:
+    assert "give --recipe RECIPE, or --storage" in refuse(capfd, "calibrate", "-m", tiny)
+    (file,) = run_json(capfd, "calibrate", "--storage", "-m", tiny, *SHORT)["files"]
+    assert file["recipe"] == "storage"
+    assert Path(file["path"]).parent.parent == empty_cache / "calibrations"
+    build = ("prompt-cache", "build", "--storage", "2", "-p", "x" * 300, "-m", tiny, "-o", str(tmp_path / "a"))
+    made = run_json(capfd, *build)["storage"]
+    assert (made["bases"], made["calibration"]) == ("calibration", file["digest"])

@@ -161,7 +161,9 @@ def _chosen(cache: ModelCache, about: dict[str, Any], rate: float) -> tuple[str,
         bases, digest = found
         return "calibration", layers, bases, digest, _step(layers, bases, bits)
     best: tuple[float, str, Layers, Bases] | None = None
-    for kind in ("prompt", "layer"):
+    # a row of a basis over n numbers has n bytes, and saves about a bit of two per token: four tokens per number pay
+    pays = all(layers.spans[g].coded >= 4 * layers.widths[side] * len(layers.groups[g]) for g, side in layers.sides())
+    for kind in ("prompt", "layer") if pays else ("layer",):
         layers = grouped(GROUPED[kind])
         bases = {where: _own_basis(layers, *where) for where in layers.sides()}
         if not bases:
