@@ -28,7 +28,7 @@ from tersekv.storage.basis import GROUP, Basis, Sums, fitted, groups_of, specs
 from tersekv.tensors import TensorSpec
 
 NAME = "storage"
-"""What the calibration's file is named, and its recipe."""
+"""Name of the calibration's file, and its recipe."""
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
