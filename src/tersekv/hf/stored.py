@@ -188,7 +188,7 @@ def _own_basis(layers: Layers, group: int, side: Side) -> Basis:
     """Return the basis of a prompt's own tokens."""
     sums = Sums.of(layers.vectors(group, side))
     metric = plain_metric(sums, len(layers.groups[group]), layers.dims[side])
-    return fitted(sums, metric, temper=0.0)
+    return fitted(sums, metric)
 
 
 def _step(layers: Layers, bases: Bases, bits: float) -> float:

@@ -28,13 +28,6 @@ GROUP = 6
 PRIOR = 0.1
 """Share of the metric's mean in a metric, see `klt.shrunk`."""
 
-TEMPER = 0.25
-"""Power of a group's geometric mean of losses that its step grows with.
-
-Like `codebooks.bits.shared_out`: losses predict only small errors well, so differences between
-groups are halved on a logarithmic scale. Steps go with the square root of a loss.
-"""
-
 
 class Sums(NamedTuple):
     """Sums over the vectors x [T, n] of a group: their number, Σ x, Σ x·xᵀ, float64."""
@@ -114,10 +107,10 @@ def specs(n: int, k: int | None = None) -> dict[str, TensorSpec]:
     }
 
 
-def fitted(sums: Sums, metric: Tensor, temper: float = TEMPER) -> Basis:
+def fitted(sums: Sums, metric: Tensor) -> Basis:
     """Return the basis for sums over a group's vectors.
 
-    metric: float64 [n / D, D, D], E[g·gᵀ] of the loss's gradients g, or any other. temper: see `TEMPER`.
+    metric: float64 [n / D, D, D], E[g·gᵀ] of the loss's gradients g, or any other.
     """
     metric = shrunk(metric[None], PRIOR)[0]
     root, inverse = (torch.block_diag(*blocks) for blocks in roots_of(metric))
@@ -125,18 +118,15 @@ def fitted(sums: Sums, metric: Tensor, temper: float = TEMPER) -> Basis:
     variance, order = lengths.clamp_min(0).sort(descending=True)
     channels = metric.diagonal(dim1=1, dim2=2).flatten().rsqrt()
     rows = (inverse @ vectors[:, order]).T / channels
-    # in units in which groups and sides share one step
-    spread = variance.clamp_min(1e-9 * variance[0]).log().mean().exp().clamp_min(1e-300)
-    unit = spread**temper
     scale = rows.abs().amax(1).clamp_min(1e-30) / 127
     kept = (sums.total / sums.vectors).clamp(-65504, 65504).half()
     return Basis(
         kept,
         (rows / scale[:, None]).round().to(torch.int8),
         scale.float(),
-        (channels * unit).float(),
-        (variance / unit**2).float(),
-        (metric / unit**2).float(),
+        channels.float(),
+        variance.float(),
+        metric.float(),
     )
 
 

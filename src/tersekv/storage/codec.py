@@ -23,10 +23,6 @@ PAGE = 256
 FIRST, LAST = 4, 128
 """First and last tokens that are stored exactly: attention sinks and the recent window."""
 
-ROUND = 0.4
-"""A component of s steps is rounded down below s + 1 − ROUND. Below ½, more codes are 0, which saves more bits
-than the error costs."""
-
 SAMPLE = 512
 """Tokens that the step is chosen on."""
 
@@ -68,8 +64,7 @@ class Span(NamedTuple):
 
 def quantised(y: Tensor, step: float) -> Tensor:
     """Return codes int16 of components."""
-    codes = (y.abs() / step + ROUND).floor().clamp(max=MOST_CODE) * y.sign()
-    return codes.to(torch.int16)
+    return (y / step).round().clamp(-MOST_CODE, MOST_CODE).to(torch.int16)
 
 
 def level(parts: Sequence[tuple[Tensor, int]], bits: float, table_bits: Callable[[float], float]) -> float:
