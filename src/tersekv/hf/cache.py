@@ -213,7 +213,8 @@ class CompressedCache(ModelCache):
 
         ids: int64 [B, T], a prompt that must begin with the tokens of the file.
         decode: turns token ids into text for the error message about a different prompt.
-        recipe, calibration: of the cache that a storage file is loaded into, see the class.
+        recipe, calibration: of the cache that a storage file is loaded into, see the class. The recipe is
+            `default` if none is given.
 
         Raises:
             UserError: the file does not exist, is damaged or truncated, or belongs to another

@@ -115,7 +115,7 @@ def load(
     if "storage" in said:
         if ids is not None:
             check_prompt(path, tensors.get("ids"), ids, decode)
-        cache = kind(model, recipe, calibration)  # type: ignore[arg-type]  # that of CompressedCache
+        cache = kind(model, recipe or "default", calibration)  # type: ignore[arg-type]  # that of CompressedCache
         cache.bind_model(model)
         with _named(path):
             _check_ids(said, tensors.get("ids"))
