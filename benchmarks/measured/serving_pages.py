@@ -99,7 +99,8 @@ def page() -> Page:
                 "float32, 128 tokens at a time. `storage 2` has 2 bits per coded number and is loaded into exact "
                 "tokens, `storage 2>default` into `default`. The first 4 and last 128 tokens have 16 bits in all "
                 "packed and stored files: a bit per number of 2,048 tokens. \"By bytes\" has all low bytes before "
-                "all high ones.",
+                "all high ones. Gemma was stored without a calibration: its sliding windows hold too few tokens for "
+                "bases of their own, so it needs one.",
                 storage_files(), ["storage.jsonl"],
                 "tersekv calibrate --storage --model smollm2 --text FILE --samples 20 --length 1024\n"
                 "python benchmarks/storage.py --text FILE --model smollm2 --out FILE",
