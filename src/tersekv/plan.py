@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from tersekv.codecs import Codec
+from tersekv.codecs.uniform import Uniform
 from tersekv.policies import TokenPolicy
 
 LEAST_EXPECTED = 1536
@@ -23,6 +24,8 @@ class LayerPlan(NamedTuple):
         It is −1 in layers that evict nothing.
     rates: bits, lower rate and share of tokens with the codec's bits, float32 [3], if they were
         chosen for this layer (`sizes/rate_allotment.py`). Codecs and policy have them already.
+    latent: True if the layer caches latents in place of keys and rotated keys in place of values,
+        see `of_latents`.
     """
 
     keys: Codec
@@ -32,6 +35,7 @@ class LayerPlan(NamedTuple):
     layers: int = 1
     scores: Tensor | None = None
     rates: Tensor | None = None
+    latent: bool = False
 
     @property
     def coded(self) -> str:
@@ -43,6 +47,18 @@ class LayerPlan(NamedTuple):
             for codec in (self.keys, self.values)
         )
         return keys if keys == values else f"{keys} / {values}"
+
+    def of_latents(self) -> LayerPlan:
+        """Return the plan of a layer with latent attention.
+
+        Its heads share one key, a latent followed by a rotated key, and one value, the latent. Latents
+        get the codec of values, because values are made of them. Their mean stays in them, because as
+        a part of keys it would change the scores. Rotated keys get 8 bits, because they are few and
+        their errors cost most; or floats if the recipe's keys are floats.
+        """
+        latents = replace(self.values, centre=False) if hasattr(self.values, "centre") else self.values
+        rotated = Uniform(8, "token", 0, side="values") if self.keys.has_rates else replace(self.keys, side="values")
+        return self._replace(keys=latents, values=rotated, latent=True)
 
     def per_head(self) -> LayerPlan:
         """Return the plan whose codecs store nothing jointly for all heads of a token."""

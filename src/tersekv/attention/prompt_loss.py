@@ -24,6 +24,7 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.coding import own_sinks
+from tersekv.cache.segments import latent_key
 from tersekv.cache.store import Store
 from tersekv.kernels.softmax import softmax_weights
 from tersekv.threads import one_thread
@@ -49,10 +50,14 @@ def prompt_loss(
     """
     if store.num_tokens:
         held = store.decoded(keys.dtype)  # all of them are exact, in every process
+        held = (latent_key(*held), held[0]) if store.latent else held
         keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
     kinds = store.keys.codec.observes, store.values.codec.observes
     with one_thread(PRODUCTS * keys.numel()):
-        return losses_for(kinds, keys, values, call, _coded(store, call, keys.shape[2]))
+        of_keys, of_values = losses_for(kinds, keys, values, call, _coded(store, call, keys.shape[2]))
+    if store.latent and of_keys is not None and of_keys.metric is not None:
+        of_keys = of_keys._replace(metric=of_keys.metric[..., : store.keys.head_dim])
+    return of_keys, of_values
 
 
 @torch.no_grad()

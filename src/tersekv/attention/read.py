@@ -7,6 +7,7 @@ torch's fused attention reads it. So the whole cache is never decoded at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,8 @@ class AttentionCall:
     scaling: factor of the scores.
     softcap: soft cap of the scores, or None.
     sink_logits: [Hq], one logit per head that is added to the softmax denominator, or None.
+    expand: function that makes keys and values of all heads from those of latent attention, [B, 1, T, ·],
+        because the query is not absorbed; or None.
     """
 
     query: Tensor
@@ -48,6 +51,7 @@ class AttentionCall:
     scaling: float
     softcap: float | None = None
     sink_logits: Tensor | None = None
+    expand: Callable[[Tensor], tuple[Tensor, Tensor]] | None = None
 
     def without_last(self, n: int) -> AttentionCall:
         """Return the call without its n last queries and tokens."""
@@ -107,6 +111,8 @@ class _Reader:
     ) -> None:
         self.store, self.call, self.mask, self.own = store, call, mask, own
         self.kv_heads = store.kv_heads if own is None else own[0].shape[1]  # type: ignore[union-attr]
+        if call.expand is not None:
+            self.kv_heads = call.query.shape[1]
 
     def attend(self) -> Tensor:
         """Return the attention output [B, q, Hq, Dv] in the query's dtype."""
@@ -114,7 +120,7 @@ class _Reader:
         if store is not None and store.estimates and query.shape[2] > QUERY_TILE:
             starts = range(0, query.shape[2], QUERY_TILE)
             return torch.cat([self._tile(slice(at, at + QUERY_TILE)).attend() for at in starts], dim=1)
-        if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads:
+        if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads and self.call.expand is None:
             if store is None or ((store.own is None or store.context_parallel is None) and not store.estimates):
                 if (out := self._direct()) is not None:
                     return out
@@ -198,7 +204,7 @@ class _Reader:
         if self.own is not None:
             keys, values, mask = self.own
             found = None
-            if mask is None and query.shape[3] == keys.shape[2]:
+            if mask is None and self.call.expand is None and query.shape[3] == keys.shape[2]:
                 found = softmax.attend_causal(query, keys, values, self.call.scaling, self.call.softcap)
             results.append(found or self.dense(query, keys, values, self._own_mask()))
         return results
@@ -214,10 +220,27 @@ class _Reader:
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return out and lse over unpacked tokens."""
         rows, limits = _rows(query), (self.call.scaling, self.call.softcap)
+        if self.call.expand is not None:
+            return self._expanded(rows, keys, mask)
         if rows.shape[2] <= KERNEL_ROWS:
             found: tuple[Tensor, Tensor] = backends.attend_exact(rows.float(), keys, values, mask, *limits)
             return found
         return softmax.attend_many(rows, keys, values, mask, *limits)
+
+    def _expanded(self, rows: Tensor, keys: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return out and lse over keys of latent attention, of which a part at a time is expanded."""
+        assert self.call.expand is not None
+        found: tuple[Tensor, Tensor] | None = None
+        step = max(LEAST_READ_TOKENS, MOST_READ // rows[:, :, 0].numel())
+        for first in range(0, keys.shape[2], step):
+            tile = slice(first, first + step)
+            own = None if mask is None else mask[..., tile]
+            if found is None or own is None or softmax.shows_any(own):
+                both = (x.to(rows.dtype) for x in self.call.expand(keys[:, :, tile]))
+                part = softmax.attend_many(rows, *both, own, self.call.scaling, self.call.softcap)
+                found = part if found is None else _merge(found, part)
+        assert found is not None
+        return found
 
     def estimates(self, query: Tensor) -> list[Estimate]:
         """Return the result of `softmax.attend_weighted` for each segment of weighted tokens."""
@@ -250,7 +273,7 @@ class _Reader:
         """Return out and lse over no tokens."""
         assert self.store is not None
         B, H, G, q, _ = query.shape
-        out = query.new_zeros((B, H, G * q, self.store.values.head_dim), dtype=torch.float32)
+        out = query.new_zeros((B, H, G * q, self.store.value_dim), dtype=torch.float32)
         return [(out, out.new_full(out.shape[:3], float("-inf")))]
 
     def _packed(self, query: Tensor) -> list[tuple[Tensor, Tensor]]:
@@ -273,7 +296,9 @@ class _Reader:
                     biases[id(correction)] = softmax.score_bias(mapped, correction, self.call.scaling)
                 part = part[0], part[1] + biases[id(correction)]
             found = part if found is None else _merge(found, part)
-        return [] if found is None or values is None else [(values.output(found[0]), found[1])]
+        if found is None or values is None:
+            return []
+        return [found if self.call.expand is not None else (values.output(found[0]), found[1])]
 
     def _block(self, block: PackedSegment, query: Tensor) -> tuple[Tensor, Tensor] | None:
         """Return out and lse over one block, without the values' linear map; None if all tokens are hidden."""
@@ -283,6 +308,8 @@ class _Reader:
         if mask is not None and not softmax.shows_any(mask):
             return None
         rows, limits = _rows(query), (self.call.scaling, self.call.softcap)
+        if self.call.expand is not None:
+            return self._expanded(rows, block.keys.floats(query.dtype), mask)
         if rows.shape[2] <= KERNEL_ROWS:  # mapping the queries is cheaper than mapping the keys back
             scores = block.keys.scores(rows.float())
             return softmax.attend_scores(scores, block.values.inner.floats(torch.float32), mask, *limits)

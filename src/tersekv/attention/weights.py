@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tersekv.attention import masks
 from tersekv.attention.read import AttentionCall, grouped
+from tersekv.cache.segments import latent_key
 from tersekv.cache.store import Store
 from tersekv.kernels.softmax import softmax_weights
 
@@ -20,7 +21,8 @@ def attention_weights(store: Store | None, keys: Tensor, call: AttentionCall) ->
     query = grouped(call.query, keys.shape[1])
     dropped = 0
     if store is not None and store.num_tokens:
-        keys = torch.cat([store.decoded(torch.float32)[0], keys.float()], dim=2)
+        past = store.decoded(torch.float32)
+        keys = torch.cat([latent_key(*past) if store.latent else past[0], keys.float()], dim=2)
         dropped = store.num_evicted
     scores = torch.matmul(query, keys.float().unsqueeze(2).transpose(-1, -2)) * call.scaling
     q, T = scores.shape[-2:]

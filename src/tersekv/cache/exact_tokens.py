@@ -12,7 +12,7 @@ from torch import Tensor
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
 from tersekv.cache.schema import Check, listed, require, tensor, whole
-from tersekv.cache.segments import ExactSegment
+from tersekv.cache.segments import ExactSegment, latent_key
 from tersekv.cache.slots import Slots, in_front
 from tersekv.cache.state import Rules, State, Stateful
 from tersekv.errors import CacheError
@@ -53,6 +53,8 @@ class ExactTokens(Stateful):
         `most_usual`.
     grows: there may be more than that, see `capacity_for`.
     part: that of a footprint in which they count.
+    latent: see `LayerPlan`. Latents and rotated keys are then channels of one tensor, which attention
+        reads as keys.
     slots: positions of the tokens if each head holds its own; they have these `fields`.
     """
 
@@ -67,8 +69,9 @@ class ExactTokens(Stateful):
         grows: bool = False,
         fields: Mapping[str, torch.dtype] | None = None,
         part: str = "exact window",
+        latent: bool = False,
     ) -> None:
-        self.buffers = [x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in like]
+        self.buffers, self.latent = [x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in like], latent
         self.usual = self.most_usual = usual
         self.grows, self.part, self.tokens = grows, part, 0
         self.slots: Slots = None if fields is None else Slots(like[0], fields)  # type: ignore[assignment]
@@ -91,8 +94,10 @@ class ExactTokens(Stateful):
         if not (n := self.tokens):
             return []
         keys, values = self.buffers
-        positions = first if self.slots is None else self.slots.positions
-        return [ExactSegment(keys[:, :, :n], values[:, :, :n], positions)]
+        keys, values = keys[:, :, :n], values[:, :, :n]
+        if self.latent:
+            keys, values = latent_key(keys, values), keys
+        return [ExactSegment(keys, values, first if self.slots is None else self.slots.positions)]
 
     # ------------------------------------------------------------------ growing
 
@@ -137,9 +142,15 @@ class ExactTokens(Stateful):
     def _allocate(self, capacity: int, data: Sequence[Tensor]) -> None:
         """Replace the buffers by new ones with these tokens."""
         self.tokens = data[0].shape[2]
-        both = zip(self.buffers, data, strict=True)
-        self.buffers = [old.new_empty((*x.shape[:2], capacity, x.shape[3])) for old, x in both]
+        dims = [x.shape[3] for x in data]
+        if self.latent:
+            self.buffers = list(self._room(data[0], capacity, sum(dims)).split(dims, dim=-1))
+        else:
+            self.buffers = [self._room(x, capacity, D) for x, D in zip(data, dims, strict=True)]
         self._write(0, data)
+
+    def _room(self, x: Tensor, capacity: int, D: int) -> Tensor:
+        return self.buffers[0].new_empty((*x.shape[:2], capacity, D))
 
     def _write(self, at: int, data: Sequence[Tensor]) -> None:
         for buffer, x in zip(self.buffers, data, strict=True):

@@ -87,11 +87,11 @@ class FoundTokens(Stateful):
     PARTS: ClassVar[tuple[str, ...]] = ("exact",)
     MADE: ClassVar[tuple[str, ...]] = ("_located",)
 
-    def __init__(self, most: int, like: Sequence[Tensor], heads: HeadShard | None) -> None:
+    def __init__(self, most: int, like: Sequence[Tensor], heads: HeadShard | None, latent: bool) -> None:
         keys, self.most, self.heads = like[0], most, heads
         self.usual = keys.new_zeros((keys.shape[0], 4, keys.shape[1]), dtype=torch.float32)
         self._located: tuple[PackedPages, PackedPages] | None = None  # pages, and the same with masks for a step
-        self.exact = ExactTokens(like, part="exact sinks")
+        self.exact = ExactTokens(like, part="exact sinks", latent=latent)
         self.places = torch.empty((len(keys), 0), dtype=torch.int32, device=keys.device)
         self.unusual = torch.empty((len(keys), 0), dtype=torch.float32, device=keys.device)
 

@@ -113,22 +113,24 @@ class LayerStore(Store):
         self.rotary = Rotary(rope) if rope is not None and plan.keys.needs_rope and not evicts else None
         sizes = PageSizes(self.flush_tokens, None if window is None else window + ROLLBACK_TOKENS)
         empty = [x.new_empty((*x.shape[:2], 0, x.shape[3]), dtype=dtype) for x in (keys, values)]
-        self.sinks = ExactTokens(empty, part="exact sinks")
+        self.latent = plan.latent
+        self.sinks = ExactTokens(empty, part="exact sinks", latent=self.latent)
         most = plan.policy.recent + plan.policy.waiting_tokens(self.flush_tokens, window)
-        self.recent = ExactTokens(empty, most, grows=not plan.policy.packs_generated)
+        self.recent = ExactTokens(empty, most, grows=not plan.policy.packs_generated, latent=self.latent)
         self.keys = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share)
         self.values = PackedSide(plan.values, values, sizes)
         self.sides = self.keys, self.values
-        self.tiers = [Tier(*self.sides)]
+        self.tiers = [Tier(*self.sides, latent=self.latent)]
         if rest:
             low = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share, rest, self.keys)
-            self.tiers.append(Tier(low, PackedSide(plan.values, values, sizes, 0.0, rest, self.values)))
+            rest_of_values = PackedSide(plan.values, values, sizes, 0.0, rest, self.values)
+            self.tiers.append(Tier(low, rest_of_values, latent=self.latent))
         self.padding = None
         self.placement = Placement(plan.policy, window, self.flush_tokens)
         self.room = 0  # lower bound of the tokens that can be added before some leave the window
         self._pages = None  # cached until packed blocks change
         most = plan.policy.most_found if window is None and two_rates(plan.keys, plan.values) else 0
-        self.found = [FoundTokens(most, empty, heads)] if most else []
+        self.found = [FoundTokens(most, empty, heads, self.latent)] if most else []
         ranks = rest and not evicts
         ranking = plan.policy, self.flush_tokens, empty[0], query_rope or rope
         self.ranked = [RankedTokens(*ranking)] if ranks else []
@@ -295,8 +297,7 @@ class LayerStore(Store):
             removed = min(removed, self.keys.packed.tokens)  # others may hold some
             if back:
                 first = self.keys.packed.tokens - removed
-                latest = self._packed(0, first, removed)
-                self.recent.append([view.decode()[:, :, :back] for view in (latest.keys, latest.values)])
+                self.recent.append([view.decode()[:, :, :back] for view in self.views(0, first, removed)])
             for side in self.sides:
                 side.packed.drop_back(removed // side.packed.layout.block_tokens)
         if self.sinks.tokens > self.placement.sinks:

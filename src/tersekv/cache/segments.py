@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tersekv.kernels.attend import PackedPages, Where
@@ -59,6 +60,19 @@ class PackedSegment(NamedTuple):
     where: Where
     tokens: int
     correction: Tensor | None = None
+
+
+def latent_key(latents: Tensor, rotated: Tensor) -> Tensor:
+    """Return the keys of latent attention [B, 1, T, R + D]: latents [B, 1, T, R], then rotated keys [B, 1, T, D].
+
+    Nothing is copied if both are channels of one tensor, as those of `ExactTokens` are.
+    """
+    R, both = latents.shape[-1], (latents, rotated)
+    if latents.data_ptr() + R * latents.itemsize == rotated.data_ptr() and latents.stride() == rotated.stride():
+        first, second = (x.untyped_storage().data_ptr() for x in both)
+        if first == second:
+            return latents.as_strided((*latents.shape[:-1], R + rotated.shape[-1]), latents.stride())
+    return torch.cat(both, dim=-1)
 
 
 def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages | None:

@@ -21,6 +21,7 @@ from tersekv.cache.state import Stateful
 from tersekv.cache.tier import PackedSide, Tier
 from tersekv.errors import UserError
 from tersekv.kernels.attend import PackedPages, Where
+from tersekv.layouts.base import View
 from tersekv.policies.base import TokenPolicy
 from tersekv.tensors import gathered
 
@@ -35,6 +36,7 @@ class Store(Stateful):
     sinks, recent: exact tokens.
     tiers: packed tokens of the codec's own rate, and perhaps of a lower one.
     keys, values, sides: the two sides of the first tier, and both.
+    latent: see `LayerPlan`. Then the sides hold latents and rotated keys, which segments join.
     placement: which tokens are exact, packed or evicted.
     padding: int64 [B], leading positions of rows without a token, while rows have sinks of their own, or if heads
         differ; or None.
@@ -59,6 +61,7 @@ class Store(Stateful):
     keys: PackedSide
     values: PackedSide
     sides: tuple[PackedSide, PackedSide]
+    latent: bool
     placement: Placement
     padding: Tensor | None
     flush_tokens: int
@@ -103,6 +106,11 @@ class Store(Stateful):
         return int(self.shape[1])
 
     @property
+    def value_dim(self) -> int:
+        """Number of channels of values as attention reads them."""
+        return (self.keys if self.latent else self.values).head_dim
+
+    @property
     def context_parallel(self) -> ContextParallel | None:
         """The processes that share the packed tokens, or None if nothing is packed yet."""
         return self.own.processes if self.own is not None and self.placement.packed else None
@@ -130,6 +138,10 @@ class Store(Stateful):
         if self.chosen or not any(codec.needs_fit == "prompt" and codec.observes for codec in codecs):
             return False
         return self._next(n).leave > 0
+
+    def watches(self, n: int) -> bool:
+        """True if a call that appends n tokens is of interest to a policy or a codec."""
+        return bool(self.ranked or self.chosen) or self.observes(n)
 
     def ranks(self, n: int) -> bool:
         """True if appending n tokens packs some of them at a lower rate, by their importance."""
@@ -165,13 +177,10 @@ class Store(Stateful):
         segments = []
         if self.sinks.tokens:
             first = 0 if self.padding is None else own_sinks(self.padding, self.placement.sinks)
-            keys, values = self.sinks.buffers
-            segments.append(ExactSegment(keys, values, first))
+            segments += self.sinks.segment(first)
         for chosen in self.chosen:
             segments += chosen.exact_segments()
-        if n := self.recent.tokens:
-            keys, values = self.recent.buffers
-            segments.append(ExactSegment(keys[:, :, :n], values[:, :, :n], self.num_tokens - n))
+        segments += self.recent.segment(self.num_tokens - self.recent.tokens)
         for found in self.found:
             segments += found.segment()
         return segments
@@ -211,12 +220,17 @@ class Store(Stateful):
         return self._pages
 
     def _packed(self, rate: int, first: int, tokens: int) -> PackedSegment:
-        tier, where = self.tiers[rate], self._where(rate, first, tokens)
-        angles = None if self.rotary is None else self.rotary.of(where, tokens, self.device)
+        keys, values = self.views(rate, first, tokens, joint=True)
+        return PackedSegment(keys, values, self._where(rate, first, tokens), tokens, self.tiers[rate].keys.correction)
+
+    def views(self, rate: int, first: int, tokens: int, joint: bool = False) -> list[View]:
+        """Return packed tokens of both sides. joint: as attention reads them, see `Tier.views`."""
+        tier, angles = self.tiers[rate], None
+        if self.rotary is not None:
+            angles = self.rotary.of(self._where(rate, first, tokens), tokens, self.device)
         for chosen in self.chosen:
             angles = chosen.angles(tier.slots.positions[:, :, first : first + tokens])
-        keys, values = tier.views(first, tokens, angles)
-        return PackedSegment(keys, values, where, tokens, tier.keys.correction)
+        return tier.views(first, tokens, angles, joint)
 
     def _where(self, rate: int, first: int, tokens: int) -> Where:
         """Return the positions of slots `first` to `first + tokens` of a tier, see `PackedSegment`."""
@@ -250,6 +264,8 @@ class Store(Stateful):
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens held as [B, H, n, D], in order of position.
 
+        Of latent attention they are latents and rotated keys.
+
         Raises:
             UserError: heads or processes hold different tokens.
         """
@@ -257,10 +273,10 @@ class Store(Stateful):
             raise UserError(UNREADABLE)
         if self.context_parallel is not None:
             raise UserError(f"{ELSEWHERE}: only tersekv's attention can read it, without output_attentions")
-        pages = list(self.packed_pages())
-        both = [[page.keys for page in pages], [page.values for page in pages]]
-        packed = [[view.decode().to(dtype) for view in views] for views in both]
-        if self.ranked and pages:
+        extents = [(rate, *extent) for rate, tier in enumerate(self.tiers) for extent in tier.extents]
+        views = zip(*(self.views(*extent) for extent in extents), strict=True)
+        packed = [[view.decode().to(dtype) for view in side] for side in views] or [[], []]
+        if self.ranked and extents:
             order = self.ranked[0].order()
             packed = [[gathered(torch.cat(parts, dim=2), order)] for parts in packed]
         keys, values = (

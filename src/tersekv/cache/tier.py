@@ -21,7 +21,7 @@ from tersekv.cache.schema import Check, flag, of_spec, optional, record, refuse,
 from tersekv.cache.slots import Slots, in_front
 from tersekv.cache.state import Rules, Spec, State, Stateful, own
 from tersekv.codecs import Codec
-from tersekv.layouts.base import PackedTensors, View
+from tersekv.layouts.base import Concat, Mapped, PackedTensors, View
 from tersekv.tensors import gathered
 from tersekv.transforms.marked_angles import MarkedAngles
 from tersekv.transforms.rope import Angles
@@ -221,6 +221,7 @@ class Tier(Stateful):
     in every head is freed. If there are more blocks than allowed, each head loses those with the lowest
     total weight. Tokens are packed again only if that changes no bit.
 
+    latent: see `LayerPlan`.
     slots: positions of the tokens if each head holds its own, see `differ`.
     moves: True if packing a token again gave the same bits so far.
     """
@@ -229,7 +230,8 @@ class Tier(Stateful):
     RULES: ClassVar[Rules] = (same_in_both,)
     PARTS: ClassVar[tuple[str, ...]] = ("sides", "slots")
 
-    def __init__(self, *sides: PackedSide) -> None:
+    def __init__(self, *sides: PackedSide, latent: bool = False) -> None:
+        self.latent = latent
         self.sides, self.keys, self.block = sides, sides[0], sides[0].packed.sizes.unit
         self.slots: Slots = None  # type: ignore[assignment]  # all heads hold the same tokens
         self.moves = True
@@ -249,12 +251,20 @@ class Tier(Stateful):
         ends = sorted({0}.union(*(side.packed.ends for side in self.sides)))
         return ((first, last - first) for first, last in itertools.pairwise(ends))
 
-    def views(self, first: int, tokens: int, angles: Angles | MarkedAngles | None = None) -> list[View]:
-        """Return packed tokens `first` to `first + tokens` of each side, whole blocks.
+    def views(
+        self, first: int, tokens: int, angles: Angles | MarkedAngles | None = None, joint: bool = True
+    ) -> list[View]:
+        """Return packed tokens `first` to `first + tokens`, whole blocks, as attention reads them.
 
         angles: RoPE angles of these tokens, if the keys need them.
+        joint: if False, latents and rotated keys are returned instead of keys and values.
         """
-        return [side.view(first, tokens, None if i else angles) for i, side in enumerate(self.sides)]
+        views = [side.view(first, tokens, None if i else angles) for i, side in enumerate(self.sides)]
+        if not (self.latent and joint):
+            return views
+        latents, (R, D) = views[0], (side.head_dim for side in self.sides)
+        # the map of the latents stays outside the loop over tokens; rotated keys have none
+        return [Mapped(Concat([(latents.inner, R), (views[1], D)]), latents.linear._replace(rest=D)), latents]
 
     def keep(self, alive: Tensor) -> None:
         """Empty all slots except those in the mask `alive` [B, H, n]."""

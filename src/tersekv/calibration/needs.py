@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.codecs import methods
-from tersekv.models.config import attention_layers, cache_shape, text_config
+from tersekv.models.config import AttentionShape, attention_layers, cache_shape, text_config
 from tersekv.recipe import PRE_ROPE, Coder, LayerPlan, Recipe, Term
 from tersekv.sizes.memory_budget import settled
 
@@ -29,7 +29,9 @@ def attention_plans(recipe: Recipe, config: PreTrainedConfig) -> dict[int, Layer
     kinds = attention_layers(text_config(config))
     if any(name == "memory" for name, _ in recipe.tokens.options):
         recipe = settled(recipe, cache_shape(config))
-    return {i: recipe.plan(i, len(kinds)) for i, kind in enumerate(kinds) if kind.type == "attention"}
+    plans = {i: recipe.plan(i, len(kinds)) for i, kind in enumerate(kinds) if kind.type == "attention"}
+    latent = AttentionShape.of(text_config(config)).latent
+    return {i: plan.of_latents() for i, plan in plans.items()} if latent else plans
 
 
 def needs_corpus(recipe: Recipe, config: PreTrainedConfig) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,12 +15,14 @@ from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.past import is_readable, with_past
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.attention.weights import attention_weights
-from tersekv.cache.segments import UNSEEN
+from tersekv.cache.segments import UNSEEN, latent_key
 from tersekv.cache.store import Store
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.handle import Pending, PendingTokens, opened
+from tersekv.hf.latent import UpProjection
 from tersekv.hf.traced import NewTokens, append_and_attend, is_traced
 from tersekv.models.attention import OWN, attend_plain, attend_tensors, call_of
+from tersekv.models.config import EXPAND
 
 
 def attention_forward(
@@ -36,46 +40,76 @@ def attention_forward(
 
     Returns [B, q, Hq, Dv], and with `output_attentions` the weights [B, Hq, q, tokens], else None.
     """
+    attention_mask = _of_indices(attention_mask, kwargs.pop("indices", None))
+    up = UpProjection.of(module) if isinstance(key, (NewTokens, PendingTokens)) and hasattr(module, EXPAND) else None
     if isinstance(key, NewTokens):
-        return _traced(query, key, value, attention_mask, dropout, scaling, kwargs), None
+        query = query if up is None else up.query(query)
+        out = _traced(query, key, value, attention_mask, dropout, scaling, kwargs)
+        return out if up is None else up.output(out), None
     wants_weights = kwargs.get("output_attentions")
     # position biases are only supported on decoded tokens
     pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
     if pending is None:
         key, value = opened((key, value))
+        if up is not None:
+            key, value = module.expand_kv(key, value)
         return attend_tensors(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     store, keys, values = pending.layer.store, pending.keys, pending.values
     assert store is not None
-    past = store.num_tokens
-    call = call_of(query, attention_mask, past + keys.shape[2], scaling, kwargs)
-    weights = _weights(store, keys, call) if wants_weights else None  # before the store may evict tokens
+    past, held = store.num_tokens, (keys, values)
+    if store.latent:
+        keys, values = latent_key(keys, values), keys
+    call = absorbed = call_of(query, attention_mask, past + keys.shape[2], scaling, kwargs)
+    watched = query.shape[2] >= store.least_queries and store.watches(keys.shape[2])
+    if up is not None:
+        call = replace(call, expand=partial(_expanded, module))
+        if wants_weights or watched or query.shape[2] <= up.most_queries:
+            absorbed = replace(call, query=up.query(query), expand=None)
+    reading = call if up is not None and query.shape[2] > up.most_queries else absorbed
+    weights = _weights(store, keys, absorbed) if wants_weights else None  # before the store may evict tokens
     again = pending.layer.cache.read_again
     padding = _padding(call.without_last(again).mask) if store.deferred else None
-    observed = observe(store, keys, values, call, again) if query.shape[2] >= store.least_queries else UNSEEN
+    observed = observe(store, keys, values, absorbed, again) if watched else UNSEEN
     if again:
         pending.drop_last(again)
-    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, keys, values))
-    if not past:
-        out = attend_plain(module, query, keys, values, attention_mask, dropout, scaling, **_own(kwargs))
-    elif dropout:
-        if not is_readable(store):
+    has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *held))
+    if not past or dropout:
+        if past and not is_readable(store):
             raise UserError(f"attention dropout over a filled cache with {pending.layer.cache.recipe}: {NO_DROPOUT}")
-        tensors = with_past(store, keys, values, call.mask)
-        out = attend_plain(module, query, *tensors, dropout, scaling, **_own(kwargs))
+        key, value, mask = with_past(store, *held, call.mask) if past else (*held, attention_mask)
+        if store.latent:
+            key, value = (keys, values) if up is None else module.expand_kv(key, value)
+        out, up = attend_plain(module, query, key, value, mask, dropout, scaling, **_own(kwargs)), None
     elif has_gradient and store.context_parallel is not None:
         with torch.no_grad():
-            out = attend_chunk(store, keys, values, call)
+            out = attend_chunk(store, keys, values, reading)
         out = NoGradient.apply(out, query, keys, values)
     elif has_gradient:
         with saved_tensors_hooks(_unchanging, lambda x: x):
-            out = attend_chunk(store, keys, values, call)
+            out = attend_chunk(store, keys, values, reading)
     elif keys.shape[2] == 1 and observed is UNSEEN:
         pending.commit(padding)
-        return attend_store(store, call), weights
+        out = attend_store(store, reading)
     else:
-        out = attend_chunk(store, keys, values, call)
-    pending.commit(padding, observed)
-    return out, weights
+        out = attend_chunk(store, keys, values, reading)
+    if not pending.committed:
+        pending.commit(padding, observed)
+    return (out if up is None or reading.expand is not None else up.output(out)), weights
+
+
+def _expanded(module: Any, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Make keys and values of all heads from keys [B, 1, T, R + D] of latent attention."""
+    keys = keys.to(module.kv_a_layernorm.weight.dtype)
+    made: tuple[Tensor, Tensor] = module.expand_kv(*keys.split([module.kv_lora_rank, module.qk_rope_head_dim], dim=-1))
+    return made
+
+
+def _of_indices(mask: Tensor | None, indices: Tensor | None) -> Tensor | None:
+    """Return the mask [B, 1, q, tokens] of a call that reads only the tokens `indices` int [B, q, n] of each query."""
+    if indices is None or mask is None:
+        return mask
+    chosen = torch.zeros_like(mask, dtype=torch.bool).scatter_(-1, indices.long().unsqueeze(1), True)
+    return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
 
 EXPLICIT: set[int] = set()

@@ -22,7 +22,7 @@ import tersekv.hf.operators  # noqa: F401  # registers them
 from tersekv.calibration.calibration import Calibration
 from tersekv.calibration.find import calibration_for
 from tersekv.errors import UserError
-from tersekv.hf import second_reading
+from tersekv.hf import latent, second_reading
 from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
 from tersekv.hf.base import ATTENTION_NAME
 from tersekv.hf.cache import CompressedCache
@@ -177,6 +177,7 @@ def _install(model: PreTrainedModel) -> None:
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask_for)
     config, owner = text_config(model.config), weakref.ref(model)
+    latent.install(model)
     hook = model.register_forward_pre_hook(partial(_before_forward, owner), with_kwargs=True)
     hooks = [hook, *second_reading.install(model)]
     methods = {name: model.__dict__[name] for name in (PREPARE, INPUTS) if name in model.__dict__}
@@ -204,6 +205,7 @@ def _uninstall(model: PreTrainedModel) -> None:
     for module in _with_config(model):
         module.__dict__.pop(COPY, None)
     if not _open:
+        latent.uninstall()
         AttentionInterface._global_mapping.pop(ATTENTION_NAME, None)
         AttentionMaskInterface._global_mapping.pop(ATTENTION_NAME, None)
 

@@ -22,6 +22,7 @@ class LinearMap(NamedTuple):
         to one.
     keeps_query: inner vectors have the channels of the mapped query, followed by those of the query
         itself.
+    rest: number of channels after those of A, which the map leaves as they are.
     """
 
     rotation: Tensor | None = None
@@ -29,6 +30,7 @@ class LinearMap(NamedTuple):
     channels: Tensor | None = None
     mean: Tensor | None = None
     keeps_query: bool = False
+    rest: int = 0
 
     @property
     def rows(self) -> Tensor:
@@ -57,6 +59,9 @@ class LinearMap(NamedTuple):
         return out if self.mean is None else out + self.mean.unsqueeze(2)
 
     def _product(self, x: Tensor, combine: bool) -> Tensor:
+        if self.rest:
+            x, rest = x.split([x.shape[-1] - self.rest, self.rest], dim=-1)
+            return torch.cat([self._replace(rest=0)._product(x, combine), rest], dim=-1)
         if self.basis is not None:
             assert self.channels is not None
             return backends.basis_product(x, self.basis, self.channels, combine)

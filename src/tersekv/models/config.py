@@ -21,9 +21,12 @@ ATTENTION_TYPES = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
+    "indexed_attention": None,
 }
 WINDOW_MASKS = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
 """Mask functions of transformers that modelling files with sliding windows use."""
+EXPAND = "expand_kv"
+"""Method of modules with latent attention that makes the keys and values of all heads."""
 LINEAR_TYPES = ("linear_attention", "conv")
 DUMMY_TYPES = ("moe", "mlp", "dummy")
 KEY_MODULE = re.compile(r"(^|_|w)(k|key|keys|kv|qk|qkv)(_|$)|^c_attn$", re.IGNORECASE)
@@ -45,6 +48,8 @@ class AttentionShape(NamedTuple):
 
     passes_handles: True if attention modules pass the result of `update` to the attention function
     unchanged.
+    latent: True for latent attention (MLA). The cache then receives latents in place of keys, and
+    keys with RoPE, which all heads share, in place of values.
     """
 
     layers: int
@@ -53,6 +58,7 @@ class AttentionShape(NamedTuple):
     key_dim: int
     value_dim: int
     passes_handles: bool
+    latent: bool = False
 
     @staticmethod
     def of(config: PreTrainedConfig) -> AttentionShape:
@@ -66,10 +72,10 @@ class AttentionShape(NamedTuple):
             raise UserError(f"{config.model_type} has no attention heads in its config; tersekv serves decoder models")
         layers = number_of_layers(config)
         heads = _of_decoder(config, "decoder_attention_heads", heads)
-        if getattr(config, "kv_lora_rank", None):
-            rope_dim = getattr(config, "qk_rope_head_dim", 0)
-            return AttentionShape(layers, heads, 1, config.kv_lora_rank, rope_dim, False)
         try:
+            if getattr(config, "kv_lora_rank", None):
+                dims = config.kv_lora_rank, config.qk_rope_head_dim
+                return AttentionShape(layers, heads, 1, *dims, _expands_latents(config) and not _shares(config), True)
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
             kv_heads = _of_decoder(
                 config, "decoder_attention_heads", getattr(config, "num_key_value_heads", None) or heads
@@ -79,8 +85,18 @@ class AttentionShape(NamedTuple):
                 f"the layers of {config.model_type} differ in their heads or head dims; tersekv serves models with "
                 "equal layers, use transformers' own cache"
             ) from error
-        shares = bool(getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None))
-        return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not shares)
+        return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not _shares(config))
+
+
+def _shares(config: PreTrainedConfig) -> bool:
+    """True if some layers read the keys and values of others."""
+    modes = getattr(config, "kv_sharing_modes", None) or ()
+    return bool(getattr(config, "num_kv_shared_layers", 0)) or any(mode is not None for mode in modes)
+
+
+def _expands_latents(config: PreTrainedConfig) -> bool:
+    """True if the model's attention makes keys and values from latents by `expand_kv`, after `update`."""
+    return any(hasattr(made, EXPAND) for made in _modelling(config).values())
 
 
 def longest_context(config: PreTrainedConfig) -> int | None:
@@ -133,12 +149,16 @@ def layers_without_own_tokens(config: PreTrainedConfig) -> set[int]:
 def masks_windows(config: PreTrainedConfig) -> bool:
     """True if the model's masks hide tokens outside its sliding windows. Moshi's config has a
     window, but its only mask is causal, so its layers see all tokens."""
-    name = type(config).__module__.replace(".configuration_", ".modeling_")
-    try:
-        names = vars(importlib.import_module(name))
-    except ImportError:
-        return True
+    names = _modelling(config)
     return "create_causal_mask" not in names or not WINDOW_MASKS.isdisjoint(names)
+
+
+def _modelling(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return what a config's modelling file defines by name; nothing if there is no such file."""
+    try:
+        return vars(importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_")))
+    except ImportError:
+        return {}
 
 
 def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
@@ -195,7 +215,8 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     ropes = tuple(known_ropes.known(i) for i, kind in enumerate(kinds) if kind.type == "attention")
     dtype = getattr(config, "dtype", None)
     known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
-    return CacheShape(windows, shape.kv_heads, shape.key_dim, shape.value_dim, known, ropes, shape.query_heads)
+    dims = shape.key_dim, shape.value_dim
+    return CacheShape(windows, shape.kv_heads, *dims, known, ropes, shape.query_heads, shape.latent)
 
 
 def _kind(config: PreTrainedConfig, name: str) -> LayerKind:

@@ -54,6 +54,8 @@ class Ropes:
         Raises:
             UserError: the model has no RoPE, or one that cannot be removed from keys.
         """
+        if getattr(self.config, "kv_lora_rank", None):
+            raise UserError(f"{self._why()} latents have no RoPE")
         if not self._rotates(layer):
             return NO_ROPE
         kind = self._kind(layer)

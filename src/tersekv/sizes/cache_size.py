@@ -32,6 +32,7 @@ class CacheShape:
     ropes: RoPE of each attention layer, the same object where layers share one. None if it is
         unknown and its tables are not counted; empty if all are unknown.
     query_heads: number of query heads, which the policy mixed needs.
+    latent: see `AttentionShape`.
     """
 
     windows: tuple[int | None, ...]
@@ -41,6 +42,7 @@ class CacheShape:
     dtype: torch.dtype = torch.bfloat16
     ropes: tuple[Rope | None, ...] = dataclasses.field(default=(), compare=False)
     query_heads: int = 0
+    latent: bool = False
 
     def elements(self, tokens: int, batch: int = 1) -> int:
         """Return the key and value elements of a full cache with so many tokens.
@@ -99,6 +101,7 @@ def size(
     rope_tables: dict[int, Tensor] = {}
     for index, window in enumerate(shape.windows):
         plan = recipe.plan(index, len(shape.windows))
+        plan = plan.of_latents() if shape.latent else plan
         plan = plan if scores is None else plan._replace(scores=scores)
         plan = plan.in_layer(first, window, shape.key_dim, shape.value_dim)
         if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
