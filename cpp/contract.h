@@ -233,6 +233,7 @@ struct Call {
   Scores scores;
   Pages pages;
   const View *keys = nullptr, *values = nullptr;
+  bool shared = false;  // values are the first Dv channels of the keys
   // [B, H, R, start_stride], scores that are added to those of the keys; null: none
   const float* start = nullptr;
   int64_t start_stride = 0;

@@ -8,6 +8,8 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
+constexpr int64_t kSharedTokens = 128;  // whose decoded rows fit the L2 cache
+
 // Call body(row, rows) for tiles of at most four rows; tiles are as equal in size as possible.
 template <class Body>
 void row_tiles(int64_t rows, Body&& body) {
@@ -118,9 +120,59 @@ inline void start_scores(const Call& call, const Task& task, int64_t row, int64_
   for (int64_t i = 0; i < count; i++) score[i] = from[i];
 }
 
+// Attend to tokens whose values are the first channels of their keys. Each token is decoded once, to a row
+// that serves as both, whatever its layout is.
+template <class S>
+void attend_shared(const Call& call, const Task& task) {
+  const int64_t unit = call.tokens_per_unit, chunk = unit >= kSharedTokens ? unit : kSharedTokens / unit * unit;
+  const int64_t D = call.D, step = D * static_cast<int64_t>(sizeof(float));
+  Workspace w(call, task, chunk);
+  if (task.first == task.last) return w.finish(call, task);
+  Node node;
+  Span later{};
+  int64_t shift = 0;
+  node.call = &call;
+  node.task = &task;
+  node.shift = &shift;
+  node.later = &later;
+  node.b = task.b;
+  node.h = task.h;
+  node.view = call.keys;
+  layout_of<S>(node).prepare(node);
+  float* tile = scratch(((D > unit ? D : unit) + kTileSlack) * kLanes);
+  float* rows = scratch(chunk * D + kLanes);
+  const auto* row = reinterpret_cast<const char*>(rows);
+  const int64_t end = task.last * unit;
+  for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
+    const Chunk now(call, task, t0, end, chunk);
+    t1 = now.t1;
+    if (!now.there || !Visible(call, task, t0, t1).any()) continue;
+    shift = now.shift;
+    const int64_t count = t1 - t0;
+    decode_rows<S>(node, false, t0 + shift, t1 + shift, false, tile, rows, D);
+    row_tiles(task.rows, [&](int64_t first, int64_t tiled) {
+      float* score = w.score + first * w.score_stride;
+      for (int64_t r = 0; r < tiled; r++) clear(score + r * w.score_stride, round_up(count, kLanes));
+      with_rows(tiled, [&](auto of) {
+        dense_scores<S, Float::f32, of, S::kExactTokens>(row, step, count, D, w.query + first * w.query_stride,
+                                                         w.query_stride, score, w.score_stride);
+      });
+    });
+    if (!w.weigh_chunk<S>(call, task, t0, count)) continue;
+    row_tiles(task.rows, [&](int64_t first, int64_t tiled) {
+      with_rows(tiled, [&](auto of) {
+        dense_sums<S, Float::f32, of>(row, step, count, call.Dv, w.score + first * w.score_stride, w.score_stride,
+                                      w.sum + first * w.sum_stride, w.sum_stride);
+      });
+    });
+  }
+  w.finish(call, task);
+}
+
 template <class S>
 void attend_task(const Call& call, const Task& task) {
   reset_scratch();
+  if (call.shared) return attend_shared<S>(call, task);
   const int64_t unit = call.tokens_per_unit, chunk = unit >= kChunkTokens ? unit : kChunkTokens / unit * unit;
   Workspace w(call, task, chunk);
   if (task.first == task.last) return w.finish(call, task);  // views without tokens may have no memory at all

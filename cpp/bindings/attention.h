@@ -93,9 +93,10 @@ class Attention {
       memory_.emplace_back(B_ * H_ * R_ * D);
       float* out = memory_.back().data();
       if (pages.query.given())
-        multiply({B_, H_, R_, inner, false, pages.query, rows_, D_, out, D}, threads, !table.is_none());
+        multiply({B_, H_, R_, pages.mapped, false, pages.query, rows_, D_, out, D}, threads, !table.is_none());
       for (int64_t r = 0; r < B_ * H_ * R_; r++) {
-        if (!pages.query.given()) std::copy_n(rows_ + r * D_, inner, out + r * D);
+        const int64_t done = pages.query.given() ? pages.mapped : 0;
+        std::copy_n(rows_ + r * D_ + done, inner - done, out + r * D + done);
         if (pages.keeps_query) std::copy_n(rows_ + r * D_, inner, out + r * D + inner);
       }
       rows = out;

@@ -13,12 +13,15 @@ using namespace nb::literals;
 
 namespace {
 
-// Build a call from keys and values of the same tokens.
-Call call_of(const NativeView& keys, const NativeView& values, int64_t& B, int64_t& H) {
+// Build a call from keys and values of the same tokens. shared: the values are the first channels of the
+// keys, so many, and `values` are the keys; 0: they are not.
+Call call_of(const NativeView& keys, const NativeView& values, int64_t& B, int64_t& H, int64_t shared = 0) {
+  const bool first = keys.view.kind == Kind::concat && keys.view.parts[0].D == shared;
+  if (shared && (!first || keys.has_rope)) throw NotTaken("shared values are not the first part of the keys");
   if (keys.view.kind == Kind::rotated || values.view.kind == Kind::rotated)
     throw NotTaken("a rotation is supported only before RoPE");
-  if (keys.side == 2) fail("keys: ", "expected a grid of keys, got one of values");
-  if (values.side == 1) fail("values: ", "expected a grid of values, got one of keys");
+  if (keys.side == 2 && !shared) fail("keys: ", "expected a grid of keys, got one of values");
+  if (values.side == 1 && !shared) fail("values: ", "expected a grid of values, got one of keys");
   if (values.has_rope) throw NotTaken("values have RoPE, which only keys have");
   if (values.view.T != keys.view.T)
     fail("values: ",
@@ -28,9 +31,10 @@ Call call_of(const NativeView& keys, const NativeView& values, int64_t& B, int64
                                   std::lcm(keys.view.t, values.view.t), kMostBlockTokens);
   call.T = keys.view.T;
   call.D = keys.view.D;
-  call.Dv = values.view.D;
+  call.Dv = shared ? shared : values.view.D;
   call.keys = &keys.view;
-  call.values = &values.view;
+  call.values = shared ? keys.view.parts : &values.view;
+  call.shared = shared > 0;
   for (const auto* side : {&keys, &values}) {
     if (side->H != 0 && H != 0 && side->H != H)
       fail("", "expected " + std::to_string(H) + " key-value heads, got " + std::to_string(side->H));
@@ -112,7 +116,7 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
                         const std::vector<int64_t>& first, const std::vector<nb::object>& marks,
                         nb::handle key_rotation, nb::handle key_basis, nb::handle key_channels, bool keeps_query,
                         nb::handle value_rotation, nb::handle value_basis, nb::handle value_channels,
-                        nb::handle value_mean, const std::vector<nb::object>& corrections) {
+                        nb::handle value_mean, const std::vector<nb::object>& corrections, int64_t shared) {
   auto made = std::make_unique<NativePages>();
   if (keys.empty() || keys.size() != values.size() || keys.size() != first.size() || keys.size() != marks.size() ||
       keys.size() != corrections.size())
@@ -122,7 +126,7 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
   made->first = first;
   for (size_t i = 0; i < keys.size(); i++) {
     made->calls.push_back(
-        call_of(nb::cast<const NativeView&>(keys[i]), nb::cast<const NativeView&>(values[i]), made->B, made->H));
+        call_of(nb::cast<const NativeView&>(keys[i]), nb::cast<const NativeView&>(values[i]), made->B, made->H, shared));
     const Call &call = made->calls[i], &any = made->calls[0];
     if (call.D != any.D || call.Dv != any.Dv) fail("pages: ", "expected the same number of channels in all pages");
     if (first[i] < 0 || first[i] > kMostElements) fail("first: ", "expected positions of 0 or more");
@@ -134,8 +138,8 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
   const int64_t D = made->calls[0].D, Dv = made->calls[0].Dv;
   if (keeps_query && D % 2) fail("keys: ", "expected an even number of channels: mapped ones, then unmapped ones");
   made->keeps_query = keeps_query;
-  made->query =
-      matrix_of(made->owner, key_rotation, key_basis, key_channels, made->B, made->H, keeps_query ? D / 2 : D);
+  made->mapped = shared ? shared : keeps_query ? D / 2 : D;
+  made->query = matrix_of(made->owner, key_rotation, key_basis, key_channels, made->B, made->H, made->mapped);
   made->output.matrix = matrix_of(made->owner, value_rotation, value_basis, value_channels, made->B, made->H, Dv);
   if (const Tensor x = made->owner.keep_optional("mean", value_mean, kFloats); x.given()) {
     expect("", "mean", x, {{"B", x.dims == 3 && x.shape[0] == 1 ? 1 : made->B}, {"H", made->H}, {"Dv", Dv}}, 2);
@@ -228,7 +232,7 @@ void define_attention(nb::module_& m) {
       .def_prop_ro("head_dim", [](const NativePages& p) { return p.calls[0].Dv; });
   m.def("pages", &make_pages, nb::kw_only(), "keys"_a, "values"_a, "first"_a, "marks"_a, "key_rotation"_a.none(),
         "key_basis"_a.none(), "key_channels"_a.none(), "keeps_query"_a, "value_rotation"_a.none(),
-        "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), "corrections"_a,
+        "value_basis"_a.none(), "value_channels"_a.none(), "value_mean"_a.none(), "corrections"_a, "shared"_a = 0,
         nb::rv_policy::take_ownership);
   m.def("decode", &py_decode, "view"_a, "out"_a, "threads"_a);
   m.def("attend", &py_attend, "query"_a, "exact"_a, "pages"_a.none(), "where"_a.none(), "table"_a.none(),

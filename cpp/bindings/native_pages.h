@@ -32,7 +32,8 @@ struct NativePages {
   std::vector<MarkedMean> means;
   std::vector<std::pair<int, int>> shared;  // of each page: number of its mean and of its set; -1: none
   std::vector<Call> calls;                  // with views, tokens and units only
-  HeadMatrix query;                         // queries are multiplied with its rows
+  HeadMatrix query;                         // the first `mapped` channels of queries are multiplied with its rows
+  int64_t mapped = 0;
   bool keeps_query = false;                 // the query itself is appended to the mapped query
   OutputMap output;
   std::vector<Correction> corrections;  // of each page

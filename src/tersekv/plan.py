@@ -26,6 +26,7 @@ class LayerPlan(NamedTuple):
         chosen for this layer (`sizes/rate_allotment.py`). Codecs and policy have them already.
     latent: True if the layer caches latents in place of keys and rotated keys in place of values,
         see `of_latents`.
+    index_dim: channels of the keys by which an indexer of the model chooses tokens, 0 without one.
     """
 
     keys: Codec
@@ -36,6 +37,7 @@ class LayerPlan(NamedTuple):
     scores: Tensor | None = None
     rates: Tensor | None = None
     latent: bool = False
+    index_dim: int = 0
 
     @property
     def coded(self) -> str:
@@ -48,7 +50,7 @@ class LayerPlan(NamedTuple):
         )
         return keys if keys == values else f"{keys} / {values}"
 
-    def of_latents(self) -> LayerPlan:
+    def of_latents(self, index_dim: int = 0) -> LayerPlan:
         """Return the plan of a layer with latent attention.
 
         Its heads share one key, a latent followed by a rotated key, and one value, the latent. Latents
@@ -58,7 +60,7 @@ class LayerPlan(NamedTuple):
         """
         latents = replace(self.values, centre=False) if hasattr(self.values, "centre") else self.values
         rotated = Uniform(8, "token", 0, side="values") if self.keys.has_rates else replace(self.keys, side="values")
-        return self._replace(keys=latents, values=rotated, latent=True)
+        return self._replace(keys=latents, values=rotated, latent=True, index_dim=index_dim)
 
     def per_head(self) -> LayerPlan:
         """Return the plan whose codecs store nothing jointly for all heads of a token."""

@@ -26,8 +26,7 @@ from tersekv.hf.cache import CompressedLayer
 GREEDY = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
 NAMES = list(MODELS)
 KINDS = ["llama", "gemma3", "gpt_oss", "deepseek_v3"]
-"""Full attention, sliding windows, attention sinks, and a model whose own code reads keys and values."""
-HANDLES = [name for name in NAMES if name != "deepseek_v3"]
+"""Full attention, sliding windows, attention sinks, and latent attention."""
 
 
 def pair(model, ids, recipe=LOSSLESS, **kwargs):
@@ -253,13 +252,13 @@ def test_contexts_left_in_another_order(llama):
     assert isinstance(llama(prompt(5), use_cache=True).past_key_values, DynamicCache)
 
 
-@pytest.mark.parametrize("name", HANDLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_dynamic_cache_implementation_is_ours(models, name):
     expected, got = pair(models[name], prompt(60), cache_implementation="dynamic")
     assert got.tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("name", HANDLES)
+@pytest.mark.parametrize("name", NAMES)
 def test_static_cache_prefill_logits(models, name):
     model, ids = models[name], prompt(60)
     with torch.no_grad():

@@ -140,7 +140,7 @@ def test_what_cannot_see_queries_is_refused(models, llama):
         pytest.warns(UserWarning, match="is not installed"),
     ):
         llama.generate(prompt(250), past_key_values=cache, **GREEDY)
-    with pytest.raises(UserError, match="on deepseek_v3: the policy mixed ranks"):
+    with pytest.raises(UserError, match="on deepseek_v3: its cache holds one latent per token"):
         tersekv.CompressedCache(models["deepseek_v3"].config, LOSSLESS)
     with pytest.raises(UserError, match="the policy ranks all tokens of a prompt"):
         together(1, lambda spread: read(llama, divided(llama, LOSSLESS, spread), [prompt(9)]))

@@ -168,7 +168,7 @@ def test_unsupported_attention_is_refused(models, llama, policy):
         pytest.warns(UserWarning, match="is not installed"),
     ):
         llama.generate(prompt(50), past_key_values=cache, **GREEDY)
-    with pytest.raises(UserError, match="on deepseek_v3: a cache whose policy evicts tokens"):
+    with pytest.raises(UserError, match="on deepseek_v3: its cache holds one latent per token"):
         tersekv.CompressedCache(models["deepseek_v3"].config, recipe)
     torch.manual_seed(0)
     diff = tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**SHAPE)).eval()

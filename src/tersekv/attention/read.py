@@ -310,6 +310,10 @@ class _Reader:
         rows, limits = _rows(query), (self.call.scaling, self.call.softcap)
         if self.call.expand is not None:
             return self._expanded(rows, block.keys.floats(query.dtype), mask)
+        if self.store is not None and self.store.latent:  # decoded once, for both uses
+            rows = block.keys.query(rows.float()).to(query.dtype)
+            key = block.keys.inner.floats(query.dtype)
+            return softmax.attend_many(rows, key, key[..., : self.store.value_dim], mask, *limits)
         if rows.shape[2] <= KERNEL_ROWS:  # mapping the queries is cheaper than mapping the keys back
             scores = block.keys.scores(rows.float())
             return softmax.attend_scores(scores, block.values.inner.floats(torch.float32), mask, *limits)

@@ -63,6 +63,12 @@ def layer_padding(store: Any, place: str) -> None:
         require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.num_tokens}")
 
 
+def layer_index(store: Any, place: str) -> None:
+    """Check that the keys of the indexer are those of all tokens."""
+    for indexer in store.indexer:
+        require(indexer.tokens == store.num_tokens, f"{place}.indexer.0.data", f"must have {store.num_tokens} tokens")
+
+
 class LayerStore(Store):
     """Keys [B, H, n, Dk] and values [B, H, n, Dv] of one layer.
 
@@ -78,8 +84,10 @@ class LayerStore(Store):
     """
 
     STATE: ClassVar[Spec] = {"padding": lambda store: optional(per_row(store))}
-    RULES: ClassVar[Rules] = (layer_tokens, layer_padding, found_are_packed, ranked_are_packed)
-    PARTS: ClassVar[tuple[str, ...]] = ("placement", "sinks", "tiers", "recent", "rotary", "found", "ranked", "chosen")
+    RULES: ClassVar[Rules] = (layer_tokens, layer_padding, layer_index, found_are_packed, ranked_are_packed)
+    PARTS: ClassVar[tuple[str, ...]] = (
+        "placement", "sinks", "tiers", "recent", "indexer", "rotary", "found", "ranked", "chosen"
+    )  # fmt: skip
     MADE: ClassVar[tuple[str, ...]] = ("_pages",)
 
     @plain
@@ -117,6 +125,8 @@ class LayerStore(Store):
         self.sinks = ExactTokens(empty, part="exact sinks", latent=self.latent)
         most = plan.policy.recent + plan.policy.waiting_tokens(self.flush_tokens, window)
         self.recent = ExactTokens(empty, most, grows=not plan.policy.packs_generated, latent=self.latent)
+        index = keys.new_empty((len(keys), 1, 0, plan.index_dim))
+        self.indexer = [ExactTokens([index], grows=True, part="selection")] if plan.index_dim else []
         self.keys = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share)
         self.values = PackedSide(plan.values, values, sizes)
         self.sides = self.keys, self.values
@@ -252,6 +262,17 @@ class LayerStore(Store):
         for side in self.sides:
             side.packed.drop_front(tokens // side.packed.layout.block_tokens)
 
+    @plain
+    def index(self, keys: Tensor, past: int | None = None) -> Tensor:
+        """Append keys [B, n, D] of the indexer and return those of all tokens.
+
+        past: number of tokens before them, by default all. What an interrupted call has left is removed.
+        """
+        held = self.indexer[0]
+        held.drop_back(held.tokens - (self.num_tokens if past is None else past))
+        held.append([keys.detach().unsqueeze(1)])
+        return held.keys.squeeze(1)
+
     def check_crop(self, n: int) -> None:
         """Raise CacheError unless the n latest tokens can be rolled back."""
         held = self.recent.tokens
@@ -300,6 +321,8 @@ class LayerStore(Store):
                 self.recent.append([view.decode()[:, :, :back] for view in self.views(0, first, removed)])
             for side in self.sides:
                 side.packed.drop_back(removed // side.packed.layout.block_tokens)
+        for indexer in self.indexer:
+            indexer.drop_back(max(0, indexer.tokens - self.num_tokens))
         if self.sinks.tokens > self.placement.sinks:
             self.sinks.shrink(self.placement.sinks)
         if self.placement.record_past:
@@ -347,7 +370,9 @@ class LayerStore(Store):
     def footprint(self) -> Footprint:
         """Return the bytes held, without tables."""
         rows = self.batch_size * self.kv_heads * min(self.num_tokens, self.window or self.num_tokens)
-        footprint = Footprint(self.num_tokens, rows * sum(side.head_dim for side in self.sides))
+        elements = rows * sum(side.head_dim for side in self.sides)
+        elements += self.batch_size * self.num_tokens * self.plan.index_dim
+        footprint = Footprint(self.num_tokens, elements)
         footprint.coded = {self.plan.coded: 1}
         self.count(footprint)
         if self.own is not None:

@@ -75,8 +75,11 @@ def latent_key(latents: Tensor, rotated: Tensor) -> Tensor:
     return torch.cat(both, dim=-1)
 
 
-def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages | None:
-    """Return the pages of a layer with `heads` KV heads as attention reads them, or None."""
+def packed_pages_of(pages: Sequence[PackedSegment], heads: int, shared: int = 0) -> PackedPages | None:
+    """Return the pages of a layer with `heads` KV heads as attention reads them, or None.
+
+    shared: see `PackedPages`.
+    """
     if not pages:
         return None
     return PackedPages(
@@ -87,6 +90,7 @@ def packed_pages_of(pages: Sequence[PackedSegment], heads: int) -> PackedPages |
         (pages[0].keys.linear, pages[0].values.linear),
         heads,
         [page.correction for page in pages],
+        0 if isinstance(pages[0].values.inner.operand, Tensor) else shared,  # floats need no decoding
     )
 
 

@@ -37,6 +37,7 @@ class Store(Stateful):
     tiers: packed tokens of the codec's own rate, and perhaps of a lower one.
     keys, values, sides: the two sides of the first tier, and both.
     latent: see `LayerPlan`. Then the sides hold latents and rotated keys, which segments join.
+    indexer: keys by which an indexer of the model chooses tokens, which stay exact; none, or one object.
     placement: which tokens are exact, packed or evicted.
     padding: int64 [B], leading positions of rows without a token, while rows have sinks of their own, or if heads
         differ; or None.
@@ -62,6 +63,7 @@ class Store(Stateful):
     values: PackedSide
     sides: tuple[PackedSide, PackedSide]
     latent: bool
+    indexer: Sequence[ExactTokens]
     placement: Placement
     padding: Tensor | None
     flush_tokens: int
@@ -211,7 +213,7 @@ class Store(Stateful):
             if not self.packed_tokens:
                 return None
             pages = list(self.packed_pages())
-            made = packed_pages_of(pages, self.kv_heads)
+            made = packed_pages_of(pages, self.kv_heads, self.value_dim if self.latent else 0)
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
             self._pages = made

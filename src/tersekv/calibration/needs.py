@@ -30,8 +30,9 @@ def attention_plans(recipe: Recipe, config: PreTrainedConfig) -> dict[int, Layer
     if any(name == "memory" for name, _ in recipe.tokens.options):
         recipe = settled(recipe, cache_shape(config))
     plans = {i: recipe.plan(i, len(kinds)) for i, kind in enumerate(kinds) if kind.type == "attention"}
-    latent = AttentionShape.of(text_config(config)).latent
-    return {i: plan.of_latents() for i, plan in plans.items()} if latent else plans
+    if not AttentionShape.of(text_config(config)).latent:
+        return plans
+    return {i: plan.of_latents(kinds[i].index_dim) for i, plan in plans.items()}
 
 
 def needs_corpus(recipe: Recipe, config: PreTrainedConfig) -> bool:

@@ -97,7 +97,7 @@ def properties(known: facts.Known, biases: bool | None) -> dict[str, str]:
         ],
     }
     if getattr(config, "kv_lora_rank", None):
-        said["latents"] = "keys and values come from latents: tokens are decoded at every step"
+        said["latents"] = "keys and values come from latents, which attention reads as they are cached"
     said["context"] = "unknown" if known.longest is None else f"{known.longest:,} tokens"
     try:
         said["weights"] = f"{output.human_bytes(known.weights())} in bfloat16"

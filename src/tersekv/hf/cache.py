@@ -249,10 +249,12 @@ class CompressedCache(ModelCache):
     @property
     def is_traceable(self) -> bool:
         """True if compiled forward passes can call the operators on the layers. Not supported:
-        recurrent states, whose passes are counted in Python, and chunked attention, whose masks no
+        recurrent states, whose passes are counted in Python, indexers, and chunked attention, whose masks no
         operator makes."""
         chunked = getattr(self.config, "attention_chunk_size", None) is not None
-        return self.hands_out_handles and self.context_parallel is None and not self.progress.linear and not chunked
+        indexed = any(layer.plan.index_dim for layer in self.layers if isinstance(layer, CompressedLayer))
+        serves = self.context_parallel is None and not self.progress.linear and not chunked and not indexed
+        return self.hands_out_handles and serves
 
     def __repr__(self) -> str:
         """Return recipe, tokens, bytes, bits and ratio in one line."""

@@ -108,6 +108,12 @@ class CompressedLayer(CacheLayerMixin):
         self.cache.warn_decoding()
         return self.append_and_decode(key_states, value_states)
 
+    def update_indexer(self, keys: Tensor) -> Tensor:
+        """Append new keys [B, n, D] of the model's indexer and return those of all tokens. `update` comes first."""
+        assert self.store is not None
+        new = 0 if self.cache.progress.handles else keys.shape[1]  # handles are appended later
+        return self.store.index(keys, self.store.num_tokens - new)
+
     def traced(self, keys: Tensor, values: Tensor) -> tuple[NewTokens, NewTokens]:
         """Do the work of `update` while a forward pass is traced. Tokens are appended when the
         compiled pass runs."""

@@ -18,6 +18,11 @@ from tersekv.recipe import LayerPlan, Recipe
 Use = Literal["transformers", "context_parallel"]
 """Ways to use a recipe: in one process or with tensor parallelism, or with context parallelism."""
 
+LATENT = (
+    "its cache holds one latent per token for all heads, so the policy must keep every token at one rate "
+    "(window, without bias_correction)"
+)
+
 SPREAD = "it does not work with context_parallel"
 
 
@@ -55,7 +60,9 @@ def _of_layer(
     except UserError as error:
         yield str(error)
     policy = plan.policy
-    if (policy.drops or policy.observes) and not shape.passes_handles:
+    if shape.latent and (policy.drops or policy.observes or policy.corrected_share):
+        yield LATENT
+    elif (policy.drops or policy.observes) and not shape.passes_handles:
         yield UNREADABLE if policy.drops else UNRANKED
     if use != "context_parallel" or window is not None:
         return
@@ -63,5 +70,7 @@ def _of_layer(
         yield f"{SPREAD}: the policy drops tokens; use one that keeps all (window)"
     elif policy.observes:
         yield f"{SPREAD}: the policy ranks all tokens of a prompt; use one with equal rates (window)"
-    if not shape.passes_handles:
+    if shape.latent:
+        yield f"{SPREAD}: the model has latent attention"
+    elif not shape.passes_handles:
         yield f"{SPREAD}: the model changes keys and values before attention"

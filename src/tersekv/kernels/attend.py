@@ -78,6 +78,7 @@ class PackedPages:
         listed: positions or masks that are tensors, None for the other pages; None if no page has such.
         is_mapped: True if the query or the output must be transformed.
         corrections: float32 [1 or B, H, D] of each page, see `softmax.score_bias`, or None.
+        shared: number of the first channels of keys that are the values, 0 if these are others.
         alike: numbers of the pages with the same correction, for each of them.
         made: kernel arguments that backends built once, by the backend's name.
         kept: True if the store returns this same object until its packed tokens change.
@@ -94,9 +95,10 @@ class PackedPages:
         maps: tuple[Map, Map],
         heads: int,
         corrections: Sequence[Tensor | None] | None = None,
+        shared: int = 0,
     ) -> None:
         self.keys, self.values, self.where, self.maps = tuple(keys), tuple(values), tuple(where), maps
-        self.tokens, self.heads = tuple(tokens), heads
+        self.tokens, self.heads, self.shared = tuple(tokens), heads, shared
         self.corrections = (None,) * len(self.keys) if corrections is None else tuple(corrections)
         alike: dict[int, list[int]] = {}
         for i, correction in enumerate(self.corrections):
@@ -111,7 +113,8 @@ class PackedPages:
 
     def located(self, where: Sequence[Where]) -> PackedPages:
         """Return these pages with other positions or masks; both share the cached kernel arguments."""
-        other = PackedPages(self.keys, self.values, where, self.tokens, self.maps, self.heads, self.corrections)
+        of_heads = self.heads, self.corrections, self.shared
+        other = PackedPages(self.keys, self.values, where, self.tokens, self.maps, *of_heads)
         other.made = self.made
         return other
 

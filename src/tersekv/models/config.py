@@ -21,8 +21,9 @@ ATTENTION_TYPES = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
-    "indexed_attention": None,
 }
+INDEXED = "indexed_attention"
+"""Type of layers of latent attention that read the tokens which an indexer chooses."""
 WINDOW_MASKS = {"create_sliding_window_causal_mask", "create_chunked_causal_mask", "create_masks_for_generate"}
 """Mask functions of transformers that modelling files with sliding windows use."""
 EXPAND = "expand_kv"
@@ -37,10 +38,11 @@ OTHER_KEYS = re.compile(r"vision|audio|image|indexer|linear_attn|cross_attn|enco
 
 class LayerKind(NamedTuple):
     """Kind of a layer. type: "attention", "linear" or "dummy"; window: sliding window in tokens, or
-    None."""
+    None; index_dim: see `LayerPlan`."""
 
     type: str
     window: int | None = None
+    index_dim: int = 0
 
 
 class AttentionShape(NamedTuple):
@@ -177,6 +179,10 @@ def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
         types = [name] * number_of_layers(config)
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
     kinds = [_kind(config, "dummy" if mode == "reuse" else name) for name, mode in zip(types, modes, strict=True)]
+    indexers = getattr(config, "indexer_types", None) or [None] * len(types)
+    for i, (name, of) in enumerate(zip(types, indexers, strict=True)):
+        if name == INDEXED and of != "shared":
+            kinds[i] = kinds[i]._replace(index_dim=config.index_head_dim)
     if any(kind.window is not None for kind in kinds) and not masks_windows(config):
         kinds = [kind._replace(window=None) for kind in kinds]
     return kinds
@@ -216,13 +222,17 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     dtype = getattr(config, "dtype", None)
     known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     dims = shape.key_dim, shape.value_dim
-    return CacheShape(windows, shape.kv_heads, *dims, known, ropes, shape.query_heads, shape.latent)
+    index_dims = tuple(kind.index_dim for kind in kinds if kind.type == "attention")
+    return CacheShape(windows, shape.kv_heads, *dims, known, ropes, shape.query_heads, shape.latent, index_dims)
 
 
 def _kind(config: PreTrainedConfig, name: str) -> LayerKind:
     if name in ATTENTION_TYPES:
         field = ATTENTION_TYPES[name]
         return LayerKind("attention", getattr(config, field) if field else None)
+    # transformers' own layers count tokens of pools, and other models' indexers cache positions, too
+    if name == INDEXED and getattr(config, "kv_lora_rank", None) and not getattr(config, "index_kpool", None):
+        return LayerKind("attention")
     if name in LINEAR_TYPES:
         return LayerKind("linear")
     if name in DUMMY_TYPES:

@@ -33,6 +33,7 @@ class CacheShape:
         unknown and its tables are not counted; empty if all are unknown.
     query_heads: number of query heads, which the policy mixed needs.
     latent: see `AttentionShape`.
+    index_dims: `LayerPlan.index_dim` of each layer; empty if all are 0.
     """
 
     windows: tuple[int | None, ...]
@@ -43,6 +44,7 @@ class CacheShape:
     ropes: tuple[Rope | None, ...] = dataclasses.field(default=(), compare=False)
     query_heads: int = 0
     latent: bool = False
+    index_dims: tuple[int, ...] = ()
 
     def elements(self, tokens: int, batch: int = 1) -> int:
         """Return the key and value elements of a full cache with so many tokens.
@@ -50,7 +52,7 @@ class CacheShape:
         A sliding-window layer holds the tokens of its window.
         """
         held = sum(tokens if window is None else min(tokens, window) for window in self.windows)
-        return batch * held * self.kv_heads * (self.key_dim + self.value_dim)
+        return batch * (held * self.kv_heads * (self.key_dim + self.value_dim) + tokens * sum(self.index_dims))
 
 
 class Calls(NamedTuple):
@@ -101,7 +103,7 @@ def size(
     rope_tables: dict[int, Tensor] = {}
     for index, window in enumerate(shape.windows):
         plan = recipe.plan(index, len(shape.windows))
-        plan = plan.of_latents() if shape.latent else plan
+        plan = plan.of_latents(shape.index_dims[index] if shape.index_dims else 0) if shape.latent else plan
         plan = plan if scores is None else plan._replace(scores=scores)
         plan = plan.in_layer(first, window, shape.key_dim, shape.value_dim)
         if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
@@ -126,6 +128,7 @@ def size(
         if footprint.parts["codes"]:
             rope_tables |= {table.data_ptr(): table for table in _rope_tables(shape, index, plan, window)}
         footprint.elements = min(tokens, window or tokens) * (shape.key_dim + shape.value_dim) * rows
+        footprint.elements += tokens * plan.index_dim * batch
         footprint.coded = {plan.coded: 1}
         footprints.append(footprint)
     total = Footprint.sum(footprints)
@@ -178,6 +181,8 @@ def _kept(
     for n in calls.sizes():
         if store.keeps_queries:
             store.keep(tokens(n, shape.query_heads, shape.key_dim))
+        if plan.index_dim:
+            store.index(tokens(n, 1, plan.index_dim)[:, 0])
         store.append(*both(n))
     return store.footprint(), [tier.tokens > 0 for tier in store.tiers]
 

@@ -52,9 +52,10 @@ def native_pages(pages: PackedPages) -> Any:
     made = pages.made.get(NAME)
     if made is None:
         native, (keys, values) = cpu.loaded(), pages.maps
+        views = [native_view(native, operand) for operand in pages.keys]
         made = pages.made[NAME] = native.pages(
-            keys=[native_view(native, operand) for operand in pages.keys],
-            values=[native_view(native, operand) for operand in pages.values],
+            keys=views,
+            values=views if pages.shared else [native_view(native, operand) for operand in pages.values],
             first=[_first(where) for where in pages.where],
             marks=[where.native if isinstance(where, Marks) else None for where in pages.where],
             key_rotation=_contiguous(keys.rotation),
@@ -66,6 +67,7 @@ def native_pages(pages: PackedPages) -> Any:
             value_channels=values.channels,
             value_mean=values.mean,
             corrections=[_contiguous(correction) for correction in pages.corrections],
+            **({"shared": pages.shared} if pages.shared else {}),
         )
     return made
 

@@ -323,6 +323,8 @@ def attend_layer(
     correction, which are prepared once, one for exact tokens, and one that merges."""
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
+    if pages is not None and pages.shared:
+        raise NotTaken("values are a part of the keys")
     _check_interpreter(query)
     sets: dict[int, PageSet | str] = {}
     if pages is not None:

@@ -1,0 +1,99 @@
+"""Latent attention: every family whose modules have `expand_kv`, compared with transformers' own cache.
+
+The queries absorb the up-projection, so attention reads one head of cached latents.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import importlib
+import itertools
+import warnings
+
+import pytest
+import torch
+import transformers as tf
+
+import tersekv
+from conftest import LOSSLESS, SHAPE, prompt
+from tersekv.errors import UserError
+from tersekv.hf.latent import UpProjection
+from tersekv.kernels import backends
+from tersekv.models.config import AttentionShape
+from tersekv.sizes.estimate import predict
+
+SIZES = SHAPE | {
+    "num_key_value_heads": 4, "kv_lora_rank": 48, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24,
+    "v_head_dim": 20, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 32, "first_k_dense_replace": 1, "n_shared_experts": 1,
+}  # fmt: skip
+HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+LONGCAT = {
+    "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2,
+    "head_dim": 16,
+}  # fmt: skip
+INDEXED = {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 32}
+"""Queries read 16 tokens that an indexer chooses."""
+
+LATENT = {
+    "axk1": ("AXK1ForCausalLM", {}),
+    "axk2": ("AXK2ForCausalLM", INDEXED),
+    "bailing_hybrid": ("BailingHybridForCausalLM", HYBRID),
+    "deepseek_v2": ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED),
+    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", INDEXED),
+    "hy_v4": ("HYV4ForCausalLM", INDEXED),
+    "kimi_linear": ("KimiLinearForCausalLM", HYBRID),
+    "longcat_flash": ("LongcatFlashForCausalLM", LONGCAT),
+    "minicpm3": ("MiniCPM3ForCausalLM", {}),
+    "mistral4": ("Mistral4ForCausalLM", {}),
+    "youtu": ("YoutuForCausalLM", {}),
+}
+"""Class and fields of the config of families beside deepseek_v3, which conftest.py builds."""
+
+GREEDY = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+
+
+@functools.cache
+def built(name: str) -> tf.PreTrainedModel:
+    """Build a family once, with fixed random weights."""
+    made, fields = LATENT[name]
+    made = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), made)
+    torch.manual_seed(0)
+    model = made(made.config_class(**(SIZES | fields))).eval()
+    with torch.no_grad():  # large enough for attention that is far from uniform
+        for weight, parameter in model.named_parameters():
+            if "attn" in weight and parameter.dim() == 2:
+                parameter.mul_(4)
+    return model.requires_grad_(False)
+
+
+def logits(model, ids, cuts, cache, **kwargs):
+    """Return the logits of a text that the model reads in pieces."""
+    with torch.no_grad():
+        return torch.cat([model(ids[:, a:b], cache=cache, **kwargs).logits for a, b in itertools.pairwise(cuts)], 1)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_logits_equal_in_every_position(name):
+    """A prompt, a chunk of many queries and single tokens, all with the same latents."""
+    model, ids, cuts = built(name), prompt(130), [0, 70, 122, *range(123, 131)]
+    expected = logits(model, ids, cuts, tf.DynamicCache(config=model.config))
+    with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS):
+        warnings.simplefilter("error")  # nothing is decoded
+        got = logits(model, ids, cuts, tersekv.CompressedCache(model.config, LOSSLESS))
+    torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-3)
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_left_padded_beams_equal(name):
+    model, ids = built(name), prompt(90, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :37] = 0
+    kwargs = GREEDY | {"attention_mask": mask, "num_beams": 2}
+    expected = model.generate(ids * mask, **kwargs)
+    with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS):
+        warnings.simplefilter("error")
+        assert model.generate(ids * mask, **kwargs).tolist() == expected.tolist()
