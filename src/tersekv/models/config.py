@@ -28,6 +28,7 @@ WINDOW_MASKS = {"create_sliding_window_causal_mask", "create_chunked_causal_mask
 """Mask functions of transformers that modelling files with sliding windows use."""
 EXPAND = "expand_kv"
 """Method of modules with latent attention that makes the keys and values of all heads."""
+OWN_CACHE = "use transformers' own cache"
 LINEAR_TYPES = ("linear_attention", "conv")
 DUMMY_TYPES = ("moe", "mlp", "dummy")
 KEY_MODULE = re.compile(r"(^|_|w)(k|key|keys|kv|qk|qkv)(_|$)|^c_attn$", re.IGNORECASE)
@@ -69,12 +70,14 @@ class AttentionShape(NamedTuple):
         Raises:
             UserError: the config has no attention heads, or its layers differ in their heads.
         """
-        heads = getattr(config, "num_attention_heads", None)
-        if not isinstance(heads, int):
-            raise UserError(f"{config.model_type} has no attention heads in its config; tersekv serves decoder models")
-        layers = number_of_layers(config)
-        heads = _of_decoder(config, "decoder_attention_heads", heads)
         try:
+            heads = getattr(config, "num_attention_heads", None)
+            if not isinstance(heads, int):
+                raise UserError(
+                    f"{config.model_type} has no attention heads in its config; tersekv serves decoder models"
+                )
+            layers = number_of_layers(config)
+            heads = _of_decoder(config, "decoder_attention_heads", heads)
             if getattr(config, "kv_lora_rank", None):
                 dims = config.kv_lora_rank, config.qk_rope_head_dim
                 return AttentionShape(layers, heads, 1, *dims, _expands_latents(config) and not _shares(config), True)
@@ -178,6 +181,8 @@ def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
         name = "sliding_attention" if windowed else "chunked_attention" if chunked else "full_attention"
         types = [name] * number_of_layers(config)
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
+    if "reuse_but_indexer" in modes:
+        raise UserError(f"{config.model_type} has layers with an indexer and the latents of another layer; {OWN_CACHE}")
     kinds = [_kind(config, "dummy" if mode == "reuse" else name) for name, mode in zip(types, modes, strict=True)]
     indexers = getattr(config, "indexer_types", None) or [None] * len(types)
     for i, (name, of) in enumerate(zip(types, indexers, strict=True)):
@@ -231,7 +236,7 @@ def _kind(config: PreTrainedConfig, name: str) -> LayerKind:
         field = ATTENTION_TYPES[name]
         return LayerKind("attention", getattr(config, field) if field else None)
     # transformers' own layers count tokens of pools, and other models' indexers cache positions, too
-    if name == INDEXED and getattr(config, "kv_lora_rank", None) and not getattr(config, "index_kpool", None):
+    if name == INDEXED and AttentionShape.of(config).latent and not getattr(config, "index_kpool", None):
         return LayerKind("attention")
     if name in LINEAR_TYPES:
         return LayerKind("linear")
