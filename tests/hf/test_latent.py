@@ -6,6 +6,7 @@ The queries absorb the up-projection, so attention reads one head of cached late
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -20,7 +21,7 @@ from conftest import LOSSLESS, SHAPE, prompt
 from tersekv.errors import UserError
 from tersekv.hf.latent import UpProjection
 from tersekv.kernels import backends
-from tersekv.models.config import AttentionShape
+from tersekv.models.config import AttentionShape, cache_shape
 from tersekv.sizes.estimate import predict
 
 SIZES = SHAPE | {
@@ -97,3 +98,45 @@ def test_left_padded_beams_equal(name):
     with warnings.catch_warnings(), tersekv.compress(model, LOSSLESS):
         warnings.simplefilter("error")
         assert model.generate(ids * mask, **kwargs).tolist() == expected.tolist()
+
+
+PACKED = ["default", "safe", "kivi:bits=4", "turboquant", "trellis:bits=4,calibration=prompt", "uniform:bits=3",
+          "kivi:bits=4;1=exact:dtype=bf16", "window:found=3,exact=fp32+uniform:bits=8", "exact/turboquant:bits=3,rotation=hadamard"]  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference"])
+@pytest.mark.parametrize("recipe", PACKED)
+def test_packed_attention_reads_what_is_decoded(models, recipe, backend):
+    """Attention over packed latents equals the model's own over the same latents decoded."""
+    model, ids = models["deepseek_v3"], prompt(420, batch=2)
+    mask = torch.ones_like(ids)
+    mask[0, :40] = 0
+    with backends.forced(backend), tersekv.compress(model, recipe):
+        cache = tersekv.CompressedCache(model, recipe)
+        logits(model, ids, [0, 400], cache, attention_mask=mask[:, :400])
+        copied = copy.deepcopy(cache)
+        steps = [logits(model, ids, cuts, cache, attention_mask=mask[:, : cuts[-1]]) for cuts in STEPS]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        decoded = [logits(model, ids, cuts, copied, attention_mask=mask[:, : cuts[-1]]) for cuts in STEPS]
+    assert cache.footprint().parts["codes"] > 0
+    for got, expected in zip(steps, decoded, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-3)
+
+
+STEPS = [[400, 401], [401, 404], [404, 410]]
+"""A token, and several tokens at once."""
+
+
+@pytest.mark.parametrize("recipe", ["kivi:bits=4", "turboquant", "default"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
+def test_the_estimate_is_what_is_held(models, name, recipe):
+    """A latent is held once, for keys and values."""
+    model = models[name] if name in models else built(name)
+    with tersekv.compress(model, recipe):
+        cache = tersekv.CompressedCache(model, recipe)
+        logits(model, prompt(400), [0, 400], cache)
+    shape = dataclasses.replace(cache_shape(model.config), dtype=torch.float32)
+    assert cache.footprint().to_dict() == predict(shape, recipe, 400).to_dict()
+    sides = shape.key_dim + shape.value_dim + sum(shape.index_dims[:1])
+    assert cache.footprint().elements == 3 * 400 * sides

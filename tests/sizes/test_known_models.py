@@ -3,6 +3,7 @@ parameter counts."""
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from tersekv.models.config import cache_shape
-from tersekv.sizes.known_models import MODELS, KnownModel, find, names, near
+from tersekv.sizes.known_models import LATENT_MODELS, MODELS, KnownModel, find, names, near
 
 # Counted from the published checkpoints by keras-team/keras-hub (gemma3_presets.py,
 # qwen3_presets.py). Its Gemma has no rows for the 64 image tokens of the configs from 4B on.
@@ -74,3 +75,27 @@ def test_find() -> None:
     assert near("Qwen/Qwen3-4B-Instruct-2507")[0] == "qwen3-4b"
     assert near("gpt2") == []
     assert "llama-65b" in names()
+
+
+LATENT_FIELDS = {
+    "deepseek-v2-lite": {
+        "hidden_size": 2048, "intermediate_size": 10944, "moe_intermediate_size": 1408, "num_hidden_layers": 27,
+        "num_attention_heads": 16, "num_key_value_heads": 16, "q_lora_rank": None, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_experts_per_tok": 6, "first_k_dense_replace": 1, "vocab_size": 102400,
+    },
+    "kimi-k2": {
+        "num_attention_heads": 64, "num_key_value_heads": 64, "vocab_size": 163840, "n_routed_experts": 384,
+        "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1,
+    },
+}  # fmt: skip
+"""Fields of config.json that are not the defaults of transformers' config."""
+
+
+@pytest.mark.parametrize("name", LATENT_MODELS)
+def test_latent_models_have_the_cache_and_the_weights_of_their_configs(name: str) -> None:
+    model = LATENT_MODELS[name]
+    config = AutoConfig.for_model(model.kind, **LATENT_FIELDS.get(name, {}))
+    assert dataclasses.replace(cache_shape(config), dtype=torch.bfloat16) == model.shape
+    with torch.device("meta"):
+        network = AutoModelForCausalLM.from_config(config)
+    assert sum(p.numel() for p in network.parameters()) == model.parameters

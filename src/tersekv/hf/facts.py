@@ -76,13 +76,13 @@ def load_known(model: str) -> Known:
     from tersekv.models import loading
     from tersekv.sizes import known_models
     from tersekv.sizes import kvquant_tables as kvquant
-    from tersekv.sizes.estimate import KNOWN, Widths
+    from tersekv.sizes.estimate import KNOWN
 
     path = loading.expanded(model)
     known = None if path.exists() else known_models.find(model)
     if known is not None:
-        widths = Widths(known.hidden, known.mlp, known.vocabulary)
-        return Known(known.shape, None, lambda: 2 * known.parameters, lambda: known.key_biases, widths, known.reads)
+        weights: Callable[[], int] = lambda: 2 * known.parameters
+        return Known(known.shape, None, weights, lambda: known.key_biases, known.widths, known.reads)
     name = next((name for name in KNOWN if name.lower() == model.lower()), None)
     if name is not None:
         return Known(KNOWN[name], None, lambda: int(kvquant.model_gigabytes(name, 16) * kvquant.GIB), lambda: False)

@@ -4,7 +4,8 @@ The figures are those of each model's config.json on the Hub (`hub` is the repos
 public copies. Llama, Qwen and Gemma: litgpt/config.py (Lightning-AI/litgpt). Gemma's sliding
 windows: also models/gemma3/convert_gemma3_weights.py (huggingface/transformers). Mistral Nemo and
 Small: copies of their files. Gemma 3 from 4B on also has an image encoder; its figures are those of
-the text model only.
+the text model only. Models with latent attention: the defaults of transformers' configs of these models,
+and copies of their files.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ from __future__ import annotations
 import difflib
 from dataclasses import dataclass
 
+import torch
+
 from tersekv.sizes.cache_size import CacheShape
-from tersekv.sizes.estimate import KNOWN
+from tersekv.sizes.estimate import KNOWN, Widths
 from tersekv.transforms.rope import standard_rope
 
 
@@ -55,6 +58,11 @@ class KnownModel:
         return CacheShape(windows, *dims, ropes=by_layer, query_heads=self.query_heads)
 
     @property
+    def widths(self) -> Widths:
+        """Widths on which activations depend."""
+        return Widths(self.hidden, self.mlp, self.vocabulary)
+
+    @property
     def key_biases(self) -> bool:
         """True if the projection of keys has a bias."""
         return self.kind == "qwen2"
@@ -71,6 +79,38 @@ class KnownModel:
         norms = (4 if self.kind == "gemma3_text" else 2) * self.hidden
         layer = attention + biases + head_norms + norms + 3 * self.hidden * self.mlp
         return (1 if self.tied else 2) * self.vocabulary * self.hidden + self.layers * layer + self.hidden
+
+
+@dataclass(frozen=True)
+class KnownLatent:
+    """Figures of a model with latent attention.
+
+    latent, rotated: channels of latents and of rotated keys (kv_lora_rank, qk_rope_head_dim).
+    index: channels of the indexer's keys, 0 without one.
+    parameters: their number, counted from the config.
+    reads: longest context in tokens.
+    """
+
+    name: str
+    hub: str
+    kind: str
+    layers: int
+    query_heads: int
+    latent: int
+    rotated: int
+    index: int
+    parameters: int
+    reads: int
+
+    widths = None  # those of experts are not known
+    key_biases = False
+
+    @property
+    def shape(self) -> CacheShape:
+        """Shape of the model's cache, in bfloat16."""
+        windows, index = (None,) * self.layers, (self.index,) * self.layers
+        ropes = (None,) * self.layers
+        return CacheShape(windows, 1, self.latent, self.rotated, torch.bfloat16, ropes, self.query_heads, True, index)
 
 
 THETA = {
@@ -121,6 +161,23 @@ mistral-small-24b mistralai/Mistral-Small-24B-Base-2501 mistral      40  8 128  
 """
 
 
+# The columns are the fields of `KnownLatent`.
+LATENTS = """
+deepseek-v2-lite  deepseek-ai/DeepSeek-V2-Lite          deepseek_v2   27  16 512 64   0   15706484224 163840
+deepseek-v3       deepseek-ai/DeepSeek-V3               deepseek_v3   61 128 512 64   0  671026404352 163840
+deepseek-v3.2     deepseek-ai/DeepSeek-V3.2             deepseek_v32  61 128 512 64 128  671877929216 163840
+glm-4.7-flash     zai-org/GLM-4.7-Flash                 glm4_moe_lite 47  20 512 64   0   29943390976 202752
+glm-5             zai-org/GLM-5                         glm_moe_dsa   78  64 512 64 128  743911199232 202752
+kimi-k2           moonshotai/Kimi-K2-Instruct           deepseek_v3   61  64 512 64   0 1026408209408 131072
+minicpm3-4b       openbmb/MiniCPM3-4B                   minicpm3      62  40 256 32   0    4073875968  32768
+"""
+
+
+def _read_latent(line: str) -> KnownLatent:
+    name, hub, kind, *figures = line.split()
+    return KnownLatent(name, hub, kind, *map(int, figures))
+
+
 def _read(line: str) -> KnownModel:
     name, hub, kind, *sizes, tied, window, every, reads = line.split()
     layers, kv_heads, head_dim, query_heads, hidden, mlp, vocabulary = map(int, sizes)
@@ -130,17 +187,19 @@ def _read(line: str) -> KnownModel:
 
 
 MODELS = {model.name: model for model in map(_read, TABLE.strip().splitlines())}
+LATENT_MODELS = {model.name: model for model in map(_read_latent, LATENTS.strip().splitlines())}
 
 
-def find(name: str) -> KnownModel | None:
+def find(name: str) -> KnownModel | KnownLatent | None:
     """Return the model with this name or Hub id, ignoring case."""
     wanted = name.strip().lower()
-    return next((model for model in MODELS.values() if wanted in (model.name, model.hub.lower())), None)
+    every: list[KnownModel | KnownLatent] = [*MODELS.values(), *LATENT_MODELS.values()]
+    return next((model for model in every if wanted in (model.name, model.hub.lower())), None)
 
 
 def names() -> list[str]:
     """Return the names that `tersekv estimate` knows without a file, KVQuant's models included."""
-    return [*MODELS, *(name.lower() for name in KNOWN)]
+    return [*MODELS, *LATENT_MODELS, *(name.lower() for name in KNOWN)]
 
 
 def near(name: str) -> list[str]:

@@ -67,7 +67,7 @@ def native_pages(pages: PackedPages) -> Any:
             value_channels=values.channels,
             value_mean=values.mean,
             corrections=[_contiguous(correction) for correction in pages.corrections],
-            **({"shared": pages.shared} if pages.shared else {}),
+            shared=pages.shared,
         )
     return made
 
