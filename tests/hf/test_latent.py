@@ -21,7 +21,7 @@ from conftest import LOSSLESS, SHAPE, prompt
 from tersekv.errors import UserError
 from tersekv.hf.latent import UpProjection
 from tersekv.kernels import backends
-from tersekv.models.config import AttentionShape, cache_shape
+from tersekv.models.config import cache_shape
 from tersekv.sizes.estimate import predict
 
 SIZES = SHAPE | {
@@ -31,11 +31,27 @@ SIZES = SHAPE | {
 }  # fmt: skip
 HYBRID = {"layer_types": ["linear_attention", "full_attention", "linear_attention"]}
 LONGCAT = {
-    "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32, "zero_expert_num": 2, "moe_topk": 2,
-    "head_dim": 16,
+    "num_layers": 2, "num_hidden_layers": 4, "ffn_hidden_size": 64, "expert_ffn_hidden_size": 32,
+    "zero_expert_num": 2, "moe_topk": 2, "head_dim": 16,
 }  # fmt: skip
 INDEXED = {"index_topk": 16, "index_n_heads": 2, "index_head_dim": 32}
 """Queries read 16 tokens that an indexer chooses."""
+
+DOTS = INDEXED | {"layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"], "sliding_window": 24}
+OF_WINDOWS = (
+    "num_attention_heads",
+    "num_key_value_heads",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "qk_nope_head_dim",
+    "v_head_dim",
+)
+DOTS |= {"head_dim": 40, "swa_head_dim": 40} | {f"swa_{name}": SIZES[name] for name in OF_WINDOWS}
+IMAGES = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+"""An encoder of images, which no test uses."""
+MISTRAL = {"vision_config": IMAGES | {"model_type": "pixtral", "head_dim": 16, "image_size": 32}}
+HY = {"vision_config": IMAGES | {"out_hidden_size": 64, "max_image_size": 64}}
+ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
 
 LATENT = {
     "axk1": ("AXK1ForCausalLM", {}),
@@ -43,13 +59,16 @@ LATENT = {
     "bailing_hybrid": ("BailingHybridForCausalLM", HYBRID),
     "deepseek_v2": ("DeepseekV2ForCausalLM", {"q_lora_rank": None}),
     "deepseek_v32": ("DeepseekV32ForCausalLM", INDEXED),
+    "dots3_note": ("Dots3NoteForCausalLM", DOTS),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", {}),
-    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", INDEXED),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", INDEXED | {"indexer_types": ["full", "shared", "full"]}),
     "hy_v4": ("HYV4ForCausalLM", INDEXED),
+    "hy_v4_vl": ("HYV4VLForConditionalGeneration", HY | {"text_config": SIZES | INDEXED | ROPE}),
     "kimi_linear": ("KimiLinearForCausalLM", HYBRID),
     "longcat_flash": ("LongcatFlashForCausalLM", LONGCAT),
     "minicpm3": ("MiniCPM3ForCausalLM", {}),
     "mistral4": ("Mistral4ForCausalLM", {}),
+    "mistral_large4": ("MistralLarge4ForConditionalGeneration", MISTRAL | {"text_config": SIZES | INDEXED}),
     "youtu": ("YoutuForCausalLM", {}),
 }
 """Class and fields of the config of families beside deepseek_v3, which conftest.py builds."""
@@ -63,7 +82,8 @@ def built(name: str) -> tf.PreTrainedModel:
     made, fields = LATENT[name]
     made = getattr(importlib.import_module(f"transformers.models.{name}.modeling_{name}"), made)
     torch.manual_seed(0)
-    model = made(made.config_class(**(SIZES | fields))).eval()
+    fields = fields if "text_config" in fields else SIZES | fields
+    model = made(made.config_class(**fields)).eval()
     with torch.no_grad():  # large enough for attention that is far from uniform
         for weight, parameter in model.named_parameters():
             if "attn" in weight and parameter.dim() == 2:
@@ -100,8 +120,11 @@ def test_left_padded_beams_equal(name):
         assert model.generate(ids * mask, **kwargs).tolist() == expected.tolist()
 
 
-PACKED = ["default", "safe", "kivi:bits=4", "turboquant", "trellis:bits=4,calibration=prompt", "uniform:bits=3",
-          "kivi:bits=4;1=exact:dtype=bf16", "window:found=3,exact=fp32+uniform:bits=8", "exact/turboquant:bits=3,rotation=hadamard"]  # fmt: skip
+PACKED = [
+    "default", "safe", "kivi:bits=4", "turboquant", "trellis:bits=4,calibration=prompt", "uniform:bits=3",
+    "kivi:bits=4;1=exact:dtype=bf16", "window:found=3,exact=fp32+uniform:bits=8",
+    "exact/turboquant:bits=3,rotation=hadamard",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["cpu", "reference"])
@@ -140,3 +163,97 @@ def test_the_estimate_is_what_is_held(models, name, recipe):
     assert cache.footprint().to_dict() == predict(shape, recipe, 400).to_dict()
     sides = shape.key_dim + shape.value_dim + sum(shape.index_dims[:1])
     assert cache.footprint().elements == 3 * 400 * sides
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32", "kimi_linear"])
+def test_assisted_decoding_equal(models, name):
+    """Draft tokens are rolled back, in layers with an indexer, too."""
+    if name == "kimi_linear":
+        pytest.skip("transformers cannot roll back linear attention")
+    model, ids = models[name] if name in models else built(name), prompt(70)
+    kwargs = GREEDY | {"attention_mask": torch.ones_like(ids), "prompt_lookup_num_tokens": 3, "max_new_tokens": 16}
+    expected = model.generate(ids, **kwargs)
+    with tersekv.compress(model, LOSSLESS):
+        assert model.generate(ids, **kwargs).tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("recipe", [LOSSLESS, "kivi:bits=4", "turboquant"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm_moe_dsa"])
+def test_a_loaded_and_cropped_cache_continues(models, name, recipe, tmp_path):
+    """A file, a copy, other rows and a rollback hold latents and the indexer's keys."""
+    model, ids = models[name] if name in models else built(name), prompt(300, batch=2)
+    with tersekv.compress(model, recipe):
+        cache = tersekv.CompressedCache(model, recipe)
+        logits(model, ids, [0, 290], cache)
+        expected = logits(model, ids, [290, 294, 295], copy.deepcopy(cache))
+        cache.save(tmp_path / "cache")
+        loaded = tersekv.CompressedCache.load(tmp_path / "cache", model, ids[:, :290])
+        assert torch.equal(logits(model, ids, [290, 294, 295], loaded), expected)
+        loaded.crop(-5)
+        torch.testing.assert_close(logits(model, ids, [290, 294, 295], loaded), expected, atol=1e-5, rtol=1e-4)
+        cache.reorder_cache(torch.tensor([1, 1]))
+        turned = logits(model, ids[[1, 1]], [290, 294, 295], cache)
+        torch.testing.assert_close(turned, expected[[1, 1]], atol=1e-5, rtol=1e-4)
+
+
+def test_an_interrupted_call_leaves_no_keys_of_the_indexer():
+    model, ids = built("deepseek_v32"), prompt(60)
+    with tersekv.compress(model, LOSSLESS):
+        cache, whole = (tersekv.CompressedCache(model, LOSSLESS) for _ in range(2))
+        logits(model, ids, [0, 50], cache)
+        expected = logits(model, ids, [0, 50, 60], whole)[:, 50:]
+        hook = model.model.layers[1].self_attn.o_proj.register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(ids[:, 50:60], cache=cache)
+        hook.remove()
+        cache.crop(-10)
+        torch.testing.assert_close(logits(model, ids, [50, 60], cache), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_a_quantised_projection_is_dequantised():
+    """A module of another class is asked for the image of each unit vector."""
+    model = built("youtu")
+    attention = model.model.layers[0].self_attn
+    plain = UpProjection.of(attention)
+
+    class Quantised(torch.nn.Linear):
+        """Stands for a layer with packed weights."""
+
+    linear, attention.kv_b_proj = attention.kv_b_proj, Quantised(1, 1, bias=False)
+    attention.kv_b_proj.in_features, attention.kv_b_proj.weight = linear.in_features, linear.weight
+    try:
+        for got, expected in zip(UpProjection.of(attention), plain, strict=True):
+            torch.testing.assert_close(got, expected)
+    finally:
+        attention.kv_b_proj = linear
+
+
+def test_what_cannot_work_is_refused(models):
+    config = models["deepseek_v3"].config
+    for recipe in ("h2o+kivi:bits=4", "mixed+kivi:bits=4", "window:bias_correction=full+kivi:bits=4"):
+        with pytest.raises(UserError, match="its cache holds one latent per token for all heads"):
+            tersekv.CompressedCache(config, recipe)
+    with pytest.raises(UserError, match="group=64 does not divide the head dim 32"):
+        tersekv.CompressedCache(config, "kivi:group=64")
+    sizes = SIZES | INDEXED
+    for made, fields, text in (
+        ("Dots3NoteTextConfig", {"num_hidden_layers": 4}, "differ in their heads"),
+        ("Glm5NextTextConfig", {"qk_rope_head_dim": 0, "index_kpool": 4, "num_hidden_layers": 4}, "indexed_attention"),
+        ("MistralLarge4TextConfig", {"kv_source_layers": [0, 0, 2]}, "with an indexer and the latents of another"),
+    ):
+        module = {"Dots": "dots3_note", "Glm5": "glm5_next", "Mist": "mistral_large4"}[made[:4]]
+        made = getattr(importlib.import_module(f"transformers.models.{module}.configuration_{module}"), made)
+        with pytest.raises(UserError, match=text):
+            tersekv.CompressedCache(made(**(sizes | fields)), "kivi:bits=4")
+
+
+def test_classes_are_restored(models):
+    model = models["deepseek_v3"]
+    made = type(model.model.layers[0].self_attn)
+    before = made.expand_kv
+    with tersekv.compress(model, "kivi"):
+        assert made.expand_kv is not before
+        copied = copy.deepcopy(model)
+    assert made.expand_kv is before
+    ids = prompt(40)
+    torch.testing.assert_close(copied(ids).logits, model(ids).logits)

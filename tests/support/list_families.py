@@ -39,7 +39,7 @@ SPECIAL = {
     "gemma3": "sliding and full layers with two RoPEs",
     "phi3": "one projection for q, k and v",
     "gpt_oss": "sliding and full layers, attention sinks as logits, experts",
-    "deepseek_v3": "latent attention: tokens are decoded, token policies that evict are refused",
+    "deepseek_v3": "latent attention, policies that keep every token",
     "moshi": "a window in the config that its mask does not follow",
     "afmoe": "sliding and full layers, experts",
     "whisper": "the decoder alone",

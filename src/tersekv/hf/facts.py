@@ -81,8 +81,8 @@ def load_known(model: str) -> Known:
     path = loading.expanded(model)
     known = None if path.exists() else known_models.find(model)
     if known is not None:
-        weights: Callable[[], int] = lambda: 2 * known.parameters
-        return Known(known.shape, None, weights, lambda: known.key_biases, known.widths, known.reads)
+        biases, reads = (lambda: known.key_biases), known.reads
+        return Known(known.shape, None, lambda: 2 * known.parameters, biases, known.widths, reads)
     name = next((name for name in KNOWN if name.lower() == model.lower()), None)
     if name is not None:
         return Known(KNOWN[name], None, lambda: int(kvquant.model_gigabytes(name, 16) * kvquant.GIB), lambda: False)

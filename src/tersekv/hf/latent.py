@@ -43,7 +43,7 @@ class UpProjection(NamedTuple):
     def most_queries(self) -> float:
         """Number of queries of a call beyond which expanding needs fewer products than absorbing."""
         (_, nope, R), Dv = self.keys.shape, self.values.shape[1]
-        return R * (nope + Dv) / (2 * R - nope - Dv) if 2 * R > nope + Dv else float("inf")
+        return R * (nope + Dv) / (2 * R - nope - Dv) if nope + Dv < 2 * R else float("inf")
 
     def query(self, query: Tensor) -> Tensor:
         """Return [Uᵀ·q_nope, q_rope] [B, H, q, R + D] for queries [B, H, q, nope + D]."""
