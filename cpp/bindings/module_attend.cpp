@@ -125,8 +125,8 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
   made->values = values;
   made->first = first;
   for (size_t i = 0; i < keys.size(); i++) {
-    made->calls.push_back(
-        call_of(nb::cast<const NativeView&>(keys[i]), nb::cast<const NativeView&>(values[i]), made->B, made->H, shared));
+    made->calls.push_back(call_of(nb::cast<const NativeView&>(keys[i]), nb::cast<const NativeView&>(values[i]), made->B,
+                                  made->H, shared));
     const Call &call = made->calls[i], &any = made->calls[0];
     if (call.D != any.D || call.Dv != any.Dv) fail("pages: ", "expected the same number of channels in all pages");
     if (first[i] < 0 || first[i] > kMostElements) fail("first: ", "expected positions of 0 or more");

@@ -34,7 +34,7 @@ struct NativePages {
   std::vector<Call> calls;                  // with views, tokens and units only
   HeadMatrix query;                         // the first `mapped` channels of queries are multiplied with its rows
   int64_t mapped = 0;
-  bool keeps_query = false;                 // the query itself is appended to the mapped query
+  bool keeps_query = false;  // the query itself is appended to the mapped query
   OutputMap output;
   std::vector<Correction> corrections;  // of each page
   int64_t B = 1, H = 0;

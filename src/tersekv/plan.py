@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -58,7 +58,8 @@ class LayerPlan(NamedTuple):
         a part of keys it would change the scores. Rotated keys get 8 bits, because they are few and
         their errors cost most; or floats if the recipe's keys are floats.
         """
-        latents = replace(self.values, centre=False) if hasattr(self.values, "centre") else self.values
+        mean: dict[str, Any] = {"centre": False} if hasattr(self.values, "centre") else {}
+        latents = replace(self.values, **mean)
         rotated = Uniform(8, "token", 0, side="values") if self.keys.has_rates else replace(self.keys, side="values")
         return self._replace(keys=latents, values=rotated, latent=True, index_dim=index_dim)
 

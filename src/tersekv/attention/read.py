@@ -236,8 +236,8 @@ class _Reader:
             tile = slice(first, first + step)
             own = None if mask is None else mask[..., tile]
             if found is None or own is None or softmax.shows_any(own):
-                both = (x.to(rows.dtype) for x in self.call.expand(keys[:, :, tile]))
-                part = softmax.attend_many(rows, *both, own, self.call.scaling, self.call.softcap)
+                key, value = (x.to(rows.dtype) for x in self.call.expand(keys[:, :, tile]))
+                part = softmax.attend_many(rows, key, value, own, self.call.scaling, self.call.softcap)
                 found = part if found is None else _merge(found, part)
         assert found is not None
         return found

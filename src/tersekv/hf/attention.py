@@ -26,7 +26,7 @@ from tersekv.models.config import EXPAND
 
 
 def attention_forward(
-    module: torch.nn.Module,
+    module: Any,
     query: Tensor,
     key: Any,
     value: Any,

@@ -59,7 +59,7 @@ _weights: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictiona
 
 
 @torch.no_grad()
-def _dequantised(linear: nn.Module) -> Tensor:
+def _dequantised(linear: Any) -> Tensor:
     """Return the weight [out, in] of a layer that is quantised or has adapters, computed once."""
     if linear not in _weights:
         dtype = next((p.dtype for p in linear.parameters() if p.dtype in FLOATS), torch.get_default_dtype())
