@@ -234,12 +234,8 @@ class CompressedLayer(CacheLayerMixin):
             plan["scores"] = self.plan.scores
         if self.plan.rates is not None:
             plan["rates"] = self.plan.rates
-        common: State = {
-            "plan": plan,
-            "record_past": self.record_past,
-            "first_tokens": self.first_tokens,
-            "store": None,
-        }
+        common: State = {"plan": plan, "record_past": self.record_past, "first_tokens": self.first_tokens}
+        common |= {"store": None}
         if self.store is None:
             return common
         B, H = self.store.batch_size, self.store.kv_heads
