@@ -15,6 +15,7 @@ import warnings
 import pytest
 import torch
 import transformers as tf
+from torch._dynamo.utils import counters
 
 import tersekv
 from conftest import LOSSLESS, SHAPE, prompt
@@ -248,3 +249,20 @@ def test_classes_are_restored(models):
     assert made.expand_kv is before
     ids = prompt(40)
     torch.testing.assert_close(copied(ids).logits, model(ids).logits)
+
+
+@pytest.mark.parametrize("recipe", [LOSSLESS, "uniform:bits=8,group=16"])
+def test_compiled_steps_give_eager_tokens(recipe):
+    """A compiled step absorbs its queries outside the operator that reads the cache."""
+    torch.compiler.reset()
+    counters.clear()
+    model = copy.deepcopy(built("minicpm3"))
+    inputs = {"input_ids": prompt(60, batch=2), "attention_mask": torch.ones(2, 60, dtype=torch.long)}
+    compiled = tf.CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiled._compile_all_devices = True
+    with tersekv.compress(model, recipe):
+        expected = model.generate(**inputs, **(GREEDY | {"max_new_tokens": 110}))
+        got = model.generate(**inputs, **(GREEDY | {"max_new_tokens": 110}), compile_config=compiled)
+    assert got.tolist() == expected.tolist()
+    assert counters["stats"]["unique_graphs"] == 1
+    assert not counters["graph_break"]

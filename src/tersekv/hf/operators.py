@@ -85,8 +85,9 @@ def _append_and_attend_fake(
     scaling: float,
     softcap: float | None,
 ) -> Tensor:
-    B, Hq, n, _ = query.shape
-    return query.new_empty(B, n, Hq, values.shape[-1])
+    B, Hq, n, D = query.shape
+    value = values if keys.shape[-1] == D else keys  # absorbed queries are longer than the latents
+    return query.new_empty(B, n, Hq, value.shape[-1])
 
 
 def num_tokens(handle: Tensor) -> Tensor:
