@@ -225,6 +225,9 @@ def test_what_cannot_work_is_refused(models):
     for recipe in ("h2o+kivi:bits=4", "mixed+kivi:bits=4", "window:bias_correction=full+kivi:bits=4"):
         with pytest.raises(UserError, match="its cache holds one latent per token for all heads"):
             tersekv.CompressedCache(config, recipe)
+    for recipe in ("trellis:bits=3", "oscar", "kvquant:bits=3"):
+        with pytest.raises(UserError, match="its cache holds latents; use calibration=prompt"):
+            tersekv.compress(models["deepseek_v3"], recipe)
     with pytest.raises(UserError, match="group=64 does not divide the head dim 32"):
         tersekv.CompressedCache(config, "kivi:group=64")
     sizes = SIZES | INDEXED

@@ -36,8 +36,8 @@ def attention_plans(recipe: Recipe, config: PreTrainedConfig) -> dict[int, Layer
 
 
 def needs_corpus(recipe: Recipe, config: PreTrainedConfig) -> bool:
-    """True if a codec of some layer still needs calibration on a corpus."""
-    plans = attention_plans(recipe, config).values()
+    """True if a codec of some layer still needs calibration on a corpus. Latents have none, see `why_not`."""
+    plans = [plan for plan in attention_plans(recipe, config).values() if not plan.latent]
     return any(codec.needs_fit == "corpus" for plan in plans for codec in (plan.keys, plan.values))
 
 

@@ -59,6 +59,8 @@ def _of_layer(
         ropes.needed_by(plan.keys, index)
     except UserError as error:
         yield str(error)
+    if shape.latent and "corpus" in (plan.keys.fits_on, plan.values.fits_on):
+        yield "a calibration on a corpus is of keys and values, and its cache holds latents; use calibration=prompt"
     policy = plan.policy
     if shape.latent and (policy.drops or policy.observes or policy.corrected_share):
         yield LATENT
