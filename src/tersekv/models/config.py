@@ -228,6 +228,7 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     known = dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
     dims = shape.key_dim, shape.value_dim
     index_dims = tuple(kind.index_dim for kind in kinds if kind.type == "attention")
+    index_dims = index_dims if any(index_dims) else ()
     return CacheShape(windows, shape.kv_heads, *dims, known, ropes, shape.query_heads, shape.latent, index_dims)
 
 

@@ -108,9 +108,8 @@ class KnownLatent:
     @property
     def shape(self) -> CacheShape:
         """Shape of the model's cache, in bfloat16."""
-        windows, index = (None,) * self.layers, (self.index,) * self.layers
-        ropes = (None,) * self.layers
-        return CacheShape(windows, 1, self.latent, self.rotated, torch.bfloat16, ropes, self.query_heads, True, index)
+        none, index = (None,) * self.layers, (self.index,) * self.layers if self.index else ()
+        return CacheShape(none, 1, self.latent, self.rotated, torch.bfloat16, none, self.query_heads, True, index)
 
 
 THETA = {
