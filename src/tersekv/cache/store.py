@@ -179,10 +179,15 @@ class Store(Stateful):
         segments = []
         if self.sinks.tokens:
             first = 0 if self.padding is None else own_sinks(self.padding, self.placement.sinks)
-            segments += self.sinks.segment(first)
+            keys, values = self.sinks.buffers  # no call at every step, unless channels are joined
+            segments += self.sinks.segment(first) if self.latent else [ExactSegment(keys, values, first)]
         for chosen in self.chosen:
             segments += chosen.exact_segments()
-        segments += self.recent.segment(self.num_tokens - self.recent.tokens)
+        if n := self.recent.tokens:
+            keys, values = self.recent.buffers
+            first = self.num_tokens - n
+            plain = [] if self.latent else [ExactSegment(keys[:, :, :n], values[:, :, :n], first)]
+            segments += plain or self.recent.segment(first)
         for found in self.found:
             segments += found.segment()
         return segments

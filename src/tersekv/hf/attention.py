@@ -40,7 +40,8 @@ def attention_forward(
 
     Returns [B, q, Hq, Dv], and with `output_attentions` the weights [B, Hq, q, tokens], else None.
     """
-    attention_mask = _of_indices(attention_mask, kwargs.pop("indices", None))
+    if (indices := kwargs.pop("indices", None)) is not None:
+        attention_mask = _of_indices(attention_mask, indices)
     up = UpProjection.of(module) if isinstance(key, (NewTokens, PendingTokens)) and hasattr(module, EXPAND) else None
     if isinstance(key, NewTokens):
         query = query if up is None else up.query(query)
@@ -104,10 +105,10 @@ def _expanded(module: Any, keys: Tensor) -> tuple[Tensor, Tensor]:
     return made
 
 
-def _of_indices(mask: Tensor | None, indices: Tensor | None) -> Tensor | None:
+def _of_indices(mask: Tensor | None, indices: Tensor) -> Tensor | None:
     """Return the mask [B, 1, q, tokens] of a call that reads only the tokens `indices` int [B, q, n] of each query."""
-    if indices is None or mask is None:
-        return mask
+    if mask is None:
+        return None
     chosen = torch.zeros_like(mask, dtype=torch.bool).scatter_(-1, indices.long().unsqueeze(1), True)
     return mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, torch.finfo(mask.dtype).min)
 
