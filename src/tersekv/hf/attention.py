@@ -61,7 +61,7 @@ def attention_forward(
     if store.latent:
         keys, values = latent_key(keys, values), keys
     call = absorbed = call_of(query, attention_mask, past + keys.shape[2], scaling, kwargs)
-    watched = query.shape[2] >= store.least_queries and store.watches(keys.shape[2])
+    watched = query.shape[2] >= store.least_queries and (not store.latent or store.watches(keys.shape[2]))
     if up is not None:
         call = replace(call, expand=partial(_expanded, module))
         if wants_weights or watched or query.shape[2] <= up.most_queries:
