@@ -39,7 +39,9 @@ EXAMPLES: dict[str, tuple[str, ...]] = {
     "prompt-cache build": (
         "prompt-cache build -f book.txt -o book.cache",
         "prompt-cache build -f book.txt -r kivi:bits=4 -m smollm2 -o book.cache",
+        "prompt-cache build -f book.txt --storage 2 -o book.stored",
     ),
+    "prompt-cache load": ("prompt-cache load book.stored -r default -o book.cache",),
     "prompt-cache info": ("prompt-cache info book.cache",),
     "prompt-cache verify": ("prompt-cache verify book.cache", "prompt-cache verify book.cache -m smollm2"),
     "doctor": ("doctor", "doctor --all", "doctor qwen2.5-7b -r kivi:bits=4 -r default"),
