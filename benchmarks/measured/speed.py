@@ -9,7 +9,7 @@ from measured.base import Page, Row, Section, cache, cpu, middle, model, rows, s
 
 RUNS = (
     *("generate", "generate_dtypes", "generate_bfloat16", "generate_presets", "generate_mixed"),
-    *("generate_three_models", "generate_busy", "generate_chunks"),
+    *("generate_three_models", "generate_busy", "generate_chunks", "generate_avx2"),
 )
 THREE_BITS = "trellis, 3 bits"
 """The recipe that records of that time name `default`."""
