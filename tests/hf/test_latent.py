@@ -145,7 +145,7 @@ STEPS = [[400, 401], [401, 404], [404, 410]]
 """A token, and several tokens at once."""
 
 
-@pytest.mark.parametrize("recipe", ["kivi:bits=4", "turboquant", "default"])
+@pytest.mark.parametrize("recipe", ["kivi:bits=4,group=16", "turboquant", "default"])
 @pytest.mark.parametrize("name", ["deepseek_v3", "deepseek_v32"])
 def test_the_estimate_is_what_is_held(models, name, recipe):
     """A latent is held once, for keys and values."""
