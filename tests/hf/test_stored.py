@@ -62,6 +62,11 @@ def stored(request, models, tmp_path) -> tuple[Any, CompressedCache, Path]:
     return model, cache, tmp_path / "a.store"
 
 
+def test_a_file_without_a_calibration_warns(models, tmp_path):
+    with pytest.warns(UserWarning, match="calibrate --storage"):
+        read(models["llama"]).save(tmp_path / "a.store", storage=2)
+
+
 def test_errors_fall_with_the_rate(stored):
     model, cache, path = stored
     sizes, means = [], []

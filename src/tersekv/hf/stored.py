@@ -14,6 +14,7 @@ tokens that the cache held: of a sliding window no more than the window.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -113,6 +114,12 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         raise UserError(f"{cache.recipe} evicts tokens, and a storage file holds them all: read the prompt without it")
     kind, layers, bases, digest, step = _chosen(cache, about, rate)
     log.info("storage with bases of the %s, step %.3g", kind, step)
+    if kind == "layer":
+        warnings.warn(
+            "without a calibration, a storage file of a short prompt or of sliding windows loses much more at the same "
+            "bits: run `tersekv calibrate --storage` once for this model",
+            stacklevel=4,
+        )
     tensors: dict[str, Tensor] = {} if ids is None else {"ids": ids}
     for indices, span in zip(layers.groups, layers.spans, strict=True):
         for index in indices:
