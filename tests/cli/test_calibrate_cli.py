@@ -97,7 +97,7 @@ def test_demo_uses_a_calibration(tiny: str, capfd, tmp_path: Path) -> None:
         (("-r", "kvquant", "--text", "no-such-text"), "cannot read the text 'no-such-text'"),
         (("-r", "kvquant", "--out", "x.pt"), "--out x.pt is not a folder and does not end in .safetensors"),
         (("-r", "kvquant:bits=2..3", "--out", "x.safetensors"), "and these recipes need 2 files: give a folder"),
-        ((), "Missing option"),
+        ((), "give --recipe RECIPE, or --storage"),
     ],
 )
 def test_refusals(tiny: str, capfd, arguments: tuple[str, ...], text: str) -> None:
@@ -117,7 +117,6 @@ def test_stopped_run_says_how_to_continue(tiny: str, capfd, monkeypatch) -> None
 
 
 def test_bases_of_storage_files(tiny: str, capfd, empty_cache: Path, tmp_path: Path) -> None:
-    assert "give --recipe RECIPE, or --storage" in refuse(capfd, "calibrate", "-m", tiny)
     (file,) = run_json(capfd, "calibrate", "--storage", "-m", tiny, *SHORT)["files"]
     assert file["recipe"] == "storage"
     assert Path(file["path"]).parent.parent == empty_cache / "calibrations"
