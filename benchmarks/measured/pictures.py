@@ -91,7 +91,7 @@ def step() -> Chart:
     """Draw the time per token by length, by CPU and dtype."""
     panels = {
         "Zen 4, bfloat16": ("dtypes", "Zen 4", "bfloat16"), "Zen 4, float32": ("dtypes", "Zen 4", "float32"),
-        "Zen 3, float32": ("three_models", "Zen 3", "float32"),
+        "Zen 3, float32": ("avx2", "Zen 3", "float32"),
     }  # fmt: skip
     chart = Chart(
         "Milliseconds per token by length, SmolLM2-135M",

@@ -82,15 +82,8 @@ void decode_task(const Decode& of, int64_t index) {
   task.first = first / of.view->t;
   task.last = last / of.view->t;
   const int64_t shift = 0;
-  Span later{};
-  Node node;
-  node.view = of.view;
-  node.call = &call;
-  node.task = &task;
-  node.shift = &shift;
-  node.later = &later;
-  node.b = task.b;
-  node.h = task.h;
+  const Span later{};
+  Node node = node_of(of.view, call, task, shift, later);
   layout_of<S>(node).prepare(node);
   float* tile = scratch(((D > of.view->t ? D : of.view->t) + kTileSlack) * kLanes);
   const int64_t at = (head * call.T + first) * D, n = (last - first) * D;

@@ -38,6 +38,19 @@ struct Node {
   float* sum_row(int64_t row) const { return sum + row * sum_stride; }
 };
 
+// Return the node of a view without queries and sums. shift, later: see `Node`.
+inline Node node_of(const View* view, const Call& call, const Task& task, const int64_t& shift, const Span& later) {
+  Node node;
+  node.view = view;
+  node.call = &call;
+  node.task = &task;
+  node.shift = &shift;
+  node.later = &later;
+  node.b = task.b;
+  node.h = task.h;
+  return node;
+}
+
 // A layout's row in the table of layouts.h: its functions in one build of the kernels. A function is
 // null where the bindings refuse the views that would need it.
 struct Layout {

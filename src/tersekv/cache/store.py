@@ -186,8 +186,8 @@ class Store(Stateful):
         if n := self.recent.tokens:
             keys, values = self.recent.buffers
             first = self.num_tokens - n
-            plain = [] if self.latent else [ExactSegment(keys[:, :, :n], values[:, :, :n], first)]
-            segments += plain or self.recent.segment(first)
+            joined = self.recent.segment(first) if self.latent else None
+            segments += joined or [ExactSegment(keys[:, :, :n], values[:, :, :n], first)]
         for found in self.found:
             segments += found.segment()
         return segments

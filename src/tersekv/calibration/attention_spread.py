@@ -25,11 +25,11 @@ from tersekv.attention.read import AttentionCall
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.layer import LayerStore
 from tersekv.calibration.calibrate import Corpus
-from tersekv.calibration.calibration import SCORES, Calibration, Made
+from tersekv.calibration.calibration import SCORES, Calibration
 from tersekv.calibration.capture import LayerTokens, watch_calls
 from tersekv.errors import UserError
 from tersekv.models.config import AttentionShape, attention_layers, longest_context, text_config
-from tersekv.models.fingerprint import architecture, fingerprint
+from tersekv.models.fingerprint import fingerprint
 from tersekv.models.rope import Ropes
 from tersekv.recipe import Recipe
 from tersekv.sizes.rate_allotment import STEPS
@@ -61,18 +61,7 @@ def profile_on(
     """
     policy = recipe.policy()
     spread = measure(model, corpus.windows, policy.reads_twice, progress, begun, keep)
-    samples, length = corpus.windows.shape
-    made = Made(
-        recipe=str(policy.profile),
-        architecture=architecture(model.config),
-        model=fingerprint(model),
-        corpus=corpus.name,
-        corpus_sha256=corpus.sha256,
-        samples=samples,
-        length=length,
-        seed=corpus.seed,
-        sinks=SINKS,
-    )
+    made = corpus.made(str(policy.profile), model.config, fingerprint(model), SINKS)
     return Calibration(made, {SCORES: spread})
 
 

@@ -24,6 +24,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.atomic_write import ELSEWHERE, save_whole
 from tersekv.calibration.calibration import Calibration, Made
@@ -73,6 +74,11 @@ class Corpus:
         starts = [chance.randint(0, len(ids) - length - 1) for _ in range(samples)]
         windows = torch.tensor([ids[start : start + length] for start in starts])
         return Corpus(name, hashlib.sha256(text.encode()).hexdigest(), windows, seed)
+
+    def made(self, recipe: str, config: PreTrainedConfig, model: str, sinks: int) -> Made:
+        """Return the provenance of a calibration on these samples. model: fingerprint."""
+        samples, length = self.windows.shape
+        return Made(recipe, architecture(config), model, self.name, self.sha256, samples, length, self.seed, sinks)
 
 
 class Calibrator:
@@ -228,18 +234,7 @@ class Calibrator:
                     else:
                         fitted = load_file(self._out(Source(layer, codec.side, codec.pre_rope), one))
                     tensors |= {f"layers.{layer}.{codec.side}.{name}": t for name, t in fitted.items()}
-        samples, length = self.corpus.windows.shape
-        made = Made(
-            recipe=calibrated_part(recipe),
-            architecture=architecture(self.model.config),
-            model=self.mark,
-            corpus=self.corpus.name,
-            corpus_sha256=self.corpus.sha256,
-            samples=samples,
-            length=length,
-            seed=self.corpus.seed,
-            sinks=self.sinks,
-        )
+        made = self.corpus.made(calibrated_part(recipe), self.model.config, self.mark, self.sinks)
         return Calibration(made, tensors)
 
 

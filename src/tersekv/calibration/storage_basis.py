@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.calibration.calibrate import Corpus
-from tersekv.calibration.calibration import Calibration, Made
+from tersekv.calibration.calibration import Calibration
 from tersekv.calibration.find import default_folder, profile_place
 from tersekv.calibration.gradients import Source, each_gradient
 from tersekv.errors import UserError
@@ -80,19 +80,7 @@ def basis_on(model: PreTrainedModel, corpus: Corpus, sinks: int, progress: Calla
             metric = torch.cat([metrics[i, side] for i in layers]) / whole.vectors
             named = fitted(whole, metric)._asdict()
             tensors |= {f"groups.{g}.{side}.{name}": tensor.contiguous() for name, tensor in named.items()}
-    samples, length = corpus.windows.shape
-    made = Made(
-        recipe=NAME,
-        architecture=architecture(model.config),
-        model=fingerprint(model),
-        corpus=corpus.name,
-        corpus_sha256=corpus.sha256,
-        samples=samples,
-        length=length,
-        seed=corpus.seed,
-        sinks=sinks,
-    )
-    return Calibration(made, tensors)
+    return Calibration(corpus.made(NAME, model.config, fingerprint(model), sinks), tensors)
 
 
 def find_bases(model: str, config: PreTrainedConfig) -> tuple[Bases, str] | None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -59,9 +60,11 @@ def calibrate(
     _check_out(out, len(recipes) + storage)
     read = read_text(text)
     network, tokenizer = load(model)
+    from tersekv.calibration.attention_spread import profile_on
     from tersekv.calibration.calibrate import Calibrator, Corpus
     from tersekv.calibration.find import check_allotment
     from tersekv.calibration.needs import needs_corpus, needs_profile, profile_of
+    from tersekv.calibration.storage_basis import basis_on
 
     for one in recipes:
         check_allotment(one, network.config)
@@ -81,9 +84,12 @@ def calibrate(
             with output.step(f"tokenising {name}"):
                 corpus = Corpus.draw(name, read, tokenizer(read, verbose=False)["input_ids"], samples, length, seed)
             others = [one for name, one in profiles.items() if name not in of_heads]
-            files += [_save_profile(_spread(network, one, corpus), out) for one in others]
+            for one in others:
+                spread = _on(corpus, "measuring attention", partial(profile_on, network, one, corpus))
+                files.append(_save_profile(spread, out))
             if storage:
-                files.append(_save_profile(_bases(network, corpus, sinks), out))
+                bases = _on(corpus, "computing gradients", partial(basis_on, network, corpus, sinks))
+                files.append(_save_profile(bases, out))
         if fitted:
             run = Calibrator(network, fitted, corpus, sinks, workers or os.cpu_count() or 1)
             found = _run(run)
@@ -148,26 +154,12 @@ def _measure(network: Any, tokenizer: Any, text: str, about: dict[str, Any], pro
     return Calibration(made, {SCORES: scores})
 
 
-def _spread(network: Any, recipe: Recipe, corpus: Corpus) -> Calibration:
-    """Return how attention spreads over ranked tokens, for the policy `mixed`."""
-    from tersekv.calibration.attention_spread import profile_on
-
+def _on(corpus: Corpus, doing: str, measure: Callable[[Callable[[int, int], None]], Calibration]) -> Calibration:
+    """Return what is measured on a corpus, and show the progress."""
     samples = len(corpus.windows)
-    with output.step("measuring attention") as step:
-        step.begin("measuring attention", samples, "samples")
-        found = profile_on(network, recipe, corpus, step.at)
-        step.at(samples, samples)
-    return found
-
-
-def _bases(network: Any, corpus: Corpus, sinks: int) -> Calibration:
-    """Return the bases of storage files."""
-    from tersekv.calibration.storage_basis import basis_on
-
-    samples = len(corpus.windows)
-    with output.step("computing gradients") as step:
-        step.begin("computing gradients", samples, "samples")
-        found = basis_on(network, corpus, sinks, step.at)
+    with output.step(doing) as step:
+        step.begin(doing, samples, "samples")
+        found = measure(step.at)
         step.at(samples, samples)
     return found
 

@@ -125,11 +125,8 @@ class TokenPolicy:
         return False
 
     def with_shares(self, budget: float, rest: float) -> TokenPolicy:
-        """Return the policy of one layer: a share of the tokens, and the bits of the others.
-
-        Policies that allot have it.
-        """
-        raise NotImplementedError
+        """Return the policy of one layer with a share of the tokens and the bits of the others, if it `allots`."""
+        return self
 
     @property
     def rest(self) -> float:
