@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from measured.base import Page, Row, Section, cpu, rows, span, table
 from measured.speed import THREE_BITS
 
-FILES = ("bench_attend.jsonl", "bench_shapes.jsonl", "bench_outliers.jsonl", "attend.jsonl")
+FILES = ("bench_attend.jsonl", "bench_attend_avx2.jsonl", "bench_shapes.jsonl", "bench_outliers.jsonl", "attend.jsonl")
 
 
 def attention_rows() -> Iterable[tuple[Row, float]]:

@@ -236,6 +236,8 @@ def test_speed_draws_a_format_as_one_line_for_all_its_bits() -> None:
     assert {t.name for t in new if t.what in ("nuq4-1%", "grid4")} == {"nuq4-1%, 4.4–4.45 bits", "grid4, 5 bits"}
     styles = speed._styles(new)
     assert len({(style["color"], style["marker"]) for style in styles.values()}) == len(styles)
+    with pytest.raises(UserError, match=r"\(avx512bf16\) and of .*\(avx2\): draw each CPU's records alone"):
+        timings.read_timings([RECORDS / "bench_attend.jsonl", RECORDS / "bench_attend_avx2.jsonl"])
 
 
 def test_a_divergence_is_drawn_as_kl_and_titles_are_words() -> None:

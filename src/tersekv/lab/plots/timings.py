@@ -10,6 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tersekv.errors import UserError
 from tersekv.lab.plots.benchmarks import Benchmark
 
 FIELDS = ("what", "shape", "T", "threads", "median_us")
@@ -47,10 +48,14 @@ def read_timings(paths: Sequence[Path]) -> list[Timing]:
     """Return every timing in the files, in order of first appearance.
 
     Raises:
-        UserError: no file is given, or the files hold other records.
+        UserError: no file is given, or the files hold other records, or records of several CPUs.
     """
     found: dict[tuple[Any, ...], list[dict[str, Any]]] = defaultdict(list)
-    for row in ATTEND.read(paths):
+    read = ATTEND.read(paths)
+    machines = dict.fromkeys(f"{row.get('cpu')} ({row.get('isa')})" for row in read)
+    if len(machines) > 1:
+        raise UserError(f"the records are of {' and of '.join(machines)}: draw each CPU's records alone")
+    for row in read:
         found[row["what"], row.get("bits"), row["shape"], row["T"], row["threads"]].append(row)
     names = _names(list(found))
     made = []
