@@ -204,6 +204,7 @@ struct View {
   int64_t count = 0;
 };
 
+struct RowProduct;     // row_product.h
 struct TrellisKernel;  // trellis_kernel.h
 struct PolarKernel;    // polar_kernel.h
 struct RopeKernel;     // rope_kernel.h
@@ -230,6 +231,7 @@ struct Pages {
 struct Call {
   int64_t B = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0, tokens_per_unit = 1;
   const float* query = nullptr;  // [B, H, R, D], contiguous
+  bool rounded_query = false;    // they were bfloat16
   Scores scores;
   Pages pages;
   const View *keys = nullptr, *values = nullptr;
@@ -240,7 +242,8 @@ struct Call {
   int64_t start_mean = 0;              // number of the mean that they are of
   const Marks* start_marks = nullptr;  // of the call's tokens
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
-  bool rounds = false;  // grid_product multiplies in bfloat16
+  bool rounds = false;                       // grid_product multiplies in bfloat16
+  const RowProduct* rounded_rows = nullptr;  // products in bfloat16 of shared keys and values; null: none
   const TrellisKernel* trellis = nullptr;
   const PolarKernel* polar = nullptr;
   const RopeKernel* rope = nullptr;
@@ -302,6 +305,7 @@ struct Kernels {
   void (*decode)(const Decode&, int64_t task);
   GridFn (*grid_product)(const GridView&, int rows);
   bool rounds;  // grid_product multiplies in bfloat16
+  const RowProduct* rounded_rows;
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
   void (*basis_product)(const BasisProduct&, int64_t task);
   const TrellisKernel* trellis;  // null: trellis.h is used

@@ -1,14 +1,17 @@
 // The task of a call: for each chunk of tokens compute scores, softmax and value sums.
 #pragma once
 
+#include "build.h"
 #include "decode.h"
 #include "marked_mean.h"
 #include "online_softmax.h"
+#include "row_product.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kSharedTokens = 128;  // whose decoded rows fit the L2 cache
+constexpr int64_t kSharedTokens = 64;  // whose decoded rows and panels fit the L2 cache
+constexpr int64_t kSharedFloatRows = 32;
 
 // Call body(row, rows) for tiles of at most four rows; tiles are as equal in size as possible.
 template <class Body>
@@ -120,44 +123,54 @@ inline void start_scores(const Call& call, const Task& task, int64_t row, int64_
   for (int64_t i = 0; i < count; i++) score[i] = from[i];
 }
 
+// Floats that a view, or the first part of a view, consists of; null if it is packed.
+inline const DenseView* floats_of(const View& view) {
+  const View& first = view.kind == Kind::concat ? view.parts[0] : view;
+  return first.kind == Kind::exact ? &first.dense : nullptr;
+}
+
+// True if the values are the first channels of the keys. Floats need enough rows that packing a tile for them pays.
+inline bool are_shared(const Call& call, const Task& task) {
+  if (call.shared || task.rows < kSharedFloatRows || call.start || call.values->kind != Kind::exact) return call.shared;
+  const DenseView *keys = floats_of(*call.keys), &values = call.values->dense;
+  return keys && keys->data == values.data && keys->type == values.type && keys->stride_b == values.stride_b &&
+         keys->stride_h == values.stride_h && keys->stride_t == values.stride_t;
+}
+
 // Attend to tokens whose values are the first channels of their keys. Each token is decoded once, to a row
-// that serves as both, whatever its layout is.
+// that serves as both, whatever its layout is. Products are of bfloat16 where the model's are, and where tokens
+// are packed, because a code of up to 8 bits is further from its number than bfloat16 is.
 template <class S>
 void attend_shared(const Call& call, const Task& task) {
   const int64_t unit = call.tokens_per_unit, chunk = unit >= kSharedTokens ? unit : kSharedTokens / unit * unit;
-  const int64_t D = call.D, step = D * static_cast<int64_t>(sizeof(float));
+  const int64_t D = call.D, width = round_up(D, kLanes), most = round_up(chunk, kLanes);
   Workspace w(call, task, chunk);
   if (task.first == task.last) return w.finish(call, task);
+  const DenseView* floats = floats_of(*call.keys);
+  const bool rounds = call.rounded_rows && (!floats || call.rounded_query);
+  const RowProduct& product = rounds ? *call.rounded_rows : TERSEKV_BUILD(row_product)();
   const Span later{};
   int64_t shift = 0;
   Node node = node_of(call.keys, call, task, shift, later);
   layout_of<S>(node).prepare(node);
-  float* tile = scratch(((D > unit ? D : unit) + kTileSlack) * kLanes);
-  float* rows = scratch(chunk * D + kLanes);
-  const auto* row = reinterpret_cast<const char*>(rows);
+  float *tile = scratch(((D > unit ? D : unit) + kTileSlack) * kLanes), *rows = scratch(most * width);
+  float *panels = scratch(most * width), *words = scratch(task.rows * (width > most ? width : most));
+  clear(rows, most * width);
   const int64_t end = task.last * unit;
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
     const Chunk now(call, task, t0, end, chunk);
     t1 = now.t1;
     if (!now.there || !Visible(call, task, t0, t1).any()) continue;
     shift = now.shift;
-    const int64_t count = t1 - t0;
-    decode_rows<S>(node, false, t0 + shift, t1 + shift, false, tile, rows, D);
-    row_tiles(task.rows, [&](int64_t first, int64_t tiled) {
-      float* score = w.score + first * w.score_stride;
-      for (int64_t r = 0; r < tiled; r++) clear(score + r * w.score_stride, round_up(count, kLanes));
-      with_rows(tiled, [&](auto of) {
-        dense_scores<S, Float::f32, of, S::kExactTokens>(row, step, count, D, w.query + first * w.query_stride,
-                                                         w.query_stride, score, w.score_stride);
-      });
-    });
+    const int64_t count = t1 - t0, tokens = round_up(count, kLanes);
+    decode_rows<S>(node, false, t0 + shift, t1 + shift, false, tile, rows, width);
+    clear(rows + count * width, (tokens - count) * width);
+    product.pack_keys(rows, width, tokens, width, panels);
+    product.multiply(w.query, w.query_stride, task.rows, width, panels, tokens, false, words, w.score, w.score_stride);
     if (!w.weigh_chunk<S>(call, task, t0, count)) continue;
-    row_tiles(task.rows, [&](int64_t first, int64_t tiled) {
-      with_rows(tiled, [&](auto of) {
-        dense_sums<S, Float::f32, of>(row, step, count, call.Dv, w.score + first * w.score_stride, w.score_stride,
-                                      w.sum + first * w.sum_stride, w.sum_stride);
-      });
-    });
+    product.pack_values(rows, width, w.sum_stride, tokens, panels);
+    product.multiply(w.score, w.score_stride, task.rows, tokens, panels, w.sum_stride, true, words, w.sum,
+                     w.sum_stride);
   }
   w.finish(call, task);
 }
@@ -165,7 +178,7 @@ void attend_shared(const Call& call, const Task& task) {
 template <class S>
 void attend_task(const Call& call, const Task& task) {
   reset_scratch();
-  if (call.shared) return attend_shared<S>(call, task);
+  if (are_shared(call, task)) return attend_shared<S>(call, task);
   const int64_t unit = call.tokens_per_unit, chunk = unit >= kChunkTokens ? unit : kChunkTokens / unit * unit;
   Workspace w(call, task, chunk);
   if (task.first == task.last) return w.finish(call, task);  // views without tokens may have no memory at all
@@ -214,7 +227,7 @@ constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
                              decltype(Kernels::encode_trellis) encode_trellis,
                              decltype(Kernels::basis_product) basis_product) {
   return {S::kName, S::kNsPerProduct, attend_task<S>, merge_rows<S>, mean_scores<S>, decode_task<S>, grid_product,
-          false,    encode_trellis,   basis_product,  nullptr,       nullptr,        nullptr};
+          false,    nullptr,          encode_trellis, basis_product, nullptr,        nullptr,        nullptr};
 }
 
 }  // namespace

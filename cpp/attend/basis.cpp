@@ -59,19 +59,21 @@ void unpack_matrix(const BasisProduct& call, int64_t b, int64_t h, int64_t width
   const float* dense = of.codes ? nullptr : of.dense + b * of.dense_b + h * of.dense_h;
   const uint8_t* codes = of.codes ? of.codes + b * of.codes_b + h * of.codes_h : nullptr;
   for (int64_t i = 0; i < D * width; i++) w[i] = 0.0f;
-  alignas(64) float entries[kLanes];
-  for (int64_t d = 0; d < D; d++)
-    for (int64_t c = 0; c < D; c += kLanes) {
-      const int64_t n = D - c < kLanes ? D - c : kLanes;
-      if (codes)
-        at(entries) = unpack(codes + (d * D + c) * 3 / 4);
-      else
-        for (int64_t i = 0; i < n; i++) entries[i] = dense[d * D + c + i];
-      if (call.combine)
-        for (int64_t i = 0; i < n; i++) w[d * width + c + i] = entries[i];
-      else
-        for (int64_t i = 0; i < n; i++) w[(c + i) * width + d] = entries[i];
-    }
+  // Blocks of sixteen rows, so that a transposed block fills whole cache lines.
+  for (int64_t d0 = 0; d0 < D; d0 += kLanes)
+    for (int64_t c = 0; c < D; c += kLanes)
+      for (int64_t d = d0; d < d0 + kLanes && d < D; d++) {
+        const int64_t n = D - c < kLanes ? D - c : kLanes;
+        alignas(64) float entries[kLanes];
+        if (codes)
+          at(entries) = unpack(codes + (d * D + c) * 3 / 4);
+        else
+          for (int64_t i = 0; i < n; i++) entries[i] = dense[d * D + c + i];
+        if (call.combine)
+          for (int64_t i = 0; i < n; i++) w[d * width + c + i] = entries[i];
+        else
+          for (int64_t i = 0; i < n; i++) w[(c + i) * width + d] = entries[i];
+      }
 }
 
 // Multiply the vectors of one head, of the batch rows of a task.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "layouts.h"
+#include "transposed.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
@@ -14,9 +15,26 @@ void decode_rows(const Node& node, bool of_keys, int64_t first, int64_t last, bo
   const View& view = *node.view;
   const int64_t D = view.D, t = view.t;
   const auto at = [&](int64_t token) { return rows + (token - first) * stride; };
+  if (view.kind == Kind::exact && !add) {
+    with_type(view.dense.type, [&](auto type) {
+      const int64_t size = type == Float::f32 ? 4 : 2, whole = D / kLanes * kLanes;
+      for (int64_t token = first; token < last; token++) {
+        const char* from = dense_row(view.dense, node.b, node.h, token);
+        for (int64_t d = 0; d < whole; d += kLanes) S::store(at(token) + d, S::template load_as<type>(from + d * size));
+        alignas(64) float rest[kLanes];
+        if (whole < D) S::store(rest, S::template load_as_n<type>(from + whole * size, D - whole));
+        for (int64_t d = whole; d < D; d++) at(token)[d] = rest[d - whole];
+      }
+    });
+    return;
+  }
   if (!of_keys && view.kind == Kind::grid) {  // lanes are channels
     for (int64_t token = first; token < last; token += t)
       for (int64_t d = 0; d < D; d += kLanes) {
+        if (!add && D - d >= kLanes && t % 32 == 0) {
+          grid_lanes<S>(node, token / t, d / kLanes, at(token) + d, stride);
+          continue;
+        }
         grid_lanes<S>(node, token / t, d / kLanes, tile);
         const int64_t n = D - d < kLanes ? D - d : kLanes;
         for (int64_t i = 0; i < t; i++) {
@@ -53,9 +71,12 @@ void decode_rows(const Node& node, bool of_keys, int64_t first, int64_t last, bo
   for (int64_t token = first; token < last; token += kLanes) {
     const int64_t count = last - token < kLanes ? last - token : kLanes;
     layout_of<S>(node).decode_tile(node, token, count, tile);
+    int64_t whole = 0;  // channels that are transposed in registers
+    if (count == kLanes && !add)
+      for (; whole + kLanes <= D; whole += kLanes) transpose(tile + whole * kLanes, kLanes, at(token) + whole, stride);
     for (int64_t i = 0; i < count; i++) {
       float* row = at(token + i);
-      for (int64_t d = 0; d < D; d++) row[d] = tile[d * kLanes + i] + (add ? row[d] : 0.0f);
+      for (int64_t d = whole; d < D; d++) row[d] = tile[d * kLanes + i] + (add ? row[d] : 0.0f);
     }
   }
 }

@@ -219,6 +219,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     call.id = ++numbers;
     call.grid_product = current().grid_product;
     call.rounds = current().rounds;
+    call.rounded_rows = current().rounded_rows;
     call.trellis = current().trellis;
     call.rope = current().rope;
     call.polar = current().polar;

@@ -103,9 +103,9 @@ void grid_ranges(const Node& node, const Block& block, int64_t lane) {
   }
 }
 
-// Decode x̂ of lane group g of block n: [P][16].
+// Decode x̂ of lane group g of block n: [P][16]. Rows are `stride` floats apart. Up to P rounded up to 32 are written.
 template <class S>
-void grid_lanes(const Node& node, int64_t n, int64_t g, float* tile) {
+void grid_lanes(const Node& node, int64_t n, int64_t g, float* tile, int64_t stride = kLanes) {
   using F = typename S::F;
   const GridView& v = node.grid;
   const GridOwn& own = *static_cast<GridOwn*>(node.own);
@@ -114,19 +114,19 @@ void grid_lanes(const Node& node, int64_t n, int64_t g, float* tile) {
   const int64_t lane = g * kLanes;
   if (v.lane_scaled) {
     each_entry_of<S>(v, own.table, words,
-                     [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * kLanes, entry); });
+                     [&](int64_t p, F entry) TERSEKV_INLINE { S::store(tile + p * stride, entry); });
     for (int64_t p0 = 0; p0 < v.P; p0 += v.group) {
       const int64_t at = p0 / v.group * v.L + lane;
       const F scale = load_half_n<S>(v.half, block.scale + at, v.L - lane);
       const F offset = block.offset ? load_half_n<S>(v.half, block.offset + at, v.L - lane) : S::zero();
       for (int64_t p = p0; p < p0 + v.group; p++)
-        S::store(tile + p * kLanes, S::fma(S::load(tile + p * kLanes), scale, offset));
+        S::store(tile + p * stride, S::fma(S::load(tile + p * stride), scale, offset));
     }
     return;
   }
   grid_ranges<S>(node, block, lane);
   each_entry_of<S>(v, own.table, words, [&](int64_t p, F entry) TERSEKV_INLINE {
-    S::store(tile + p * kLanes, S::fma(entry, S::set1(own.scale[p]), S::set1(own.offset[p])));
+    S::store(tile + p * stride, S::fma(entry, S::set1(own.scale[p]), S::set1(own.offset[p])));
   });
 }
 

@@ -4,6 +4,7 @@
 #include "build.h"
 #include "encode_trellis.h"
 #include "isa.h"
+#include "row_product.h"
 #include "trellis_kernel.h"
 
 namespace tersekv {
@@ -21,6 +22,7 @@ const Kernels& TERSEKV_BUILD(kernels)() {
                                   kernels_avx512().decode,
                                   grid_product_avx512bf16,
                                   true,
+                                  &row_product_avx512bf16(),
                                   encode_trellis_avx512,
                                   basis_product_avx512,
                                   trellis_kernel(),

@@ -179,6 +179,7 @@ class Attention {
     call.H = H_;
     call.R = R_;
     call.query = rows;
+    call.rounded_query = query_.type == Type::bf16;
     call.scores = scores_;
   }
 

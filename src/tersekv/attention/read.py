@@ -32,6 +32,9 @@ Estimate = tuple[Tensor | None, Tensor | None, Tensor | None]
 KERNEL_ROWS = 64
 """Maximum number of query rows per KV head (grouped heads × positions) for the kernels."""
 
+LATENT_ROWS = 1024
+"""The same for latents, whose kernel multiplies tiles that it decoded once."""
+
 
 @dataclass(frozen=True)
 class AttentionCall:
@@ -120,7 +123,8 @@ class _Reader:
         if store is not None and store.estimates and query.shape[2] > QUERY_TILE:
             starts = range(0, query.shape[2], QUERY_TILE)
             return torch.cat([self._tile(slice(at, at + QUERY_TILE)).attend() for at in starts], dim=1)
-        if query.shape[1] * query.shape[2] <= KERNEL_ROWS * self.kv_heads and self.call.expand is None:
+        most = LATENT_ROWS if store is not None and store.latent else KERNEL_ROWS
+        if query.shape[1] * query.shape[2] <= most * self.kv_heads and self.call.expand is None:
             if store is None or ((store.own is None or store.context_parallel is None) and not store.estimates):
                 if (out := self._direct()) is not None:
                     return out

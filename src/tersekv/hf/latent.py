@@ -52,7 +52,8 @@ class UpProjection(NamedTuple):
 
     def output(self, out: Tensor) -> Tensor:
         """Return V·o [B, q, H, Dv] for weighted means of latents [B, q, H, R]."""
-        return torch.matmul(out.transpose(1, 2), self.values.transpose(1, 2)).transpose(1, 2).contiguous()
+        # V stays the left factor: a product in bfloat16 with its transpose on the right would copy V first
+        return torch.matmul(self.values, out.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous()
 
 
 _weights: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()

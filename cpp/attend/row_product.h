@@ -1,0 +1,26 @@
+// Products of query rows with a tile of decoded tokens that serves as keys and as values (latent attention).
+#pragma once
+
+#include "contract.h"
+
+namespace tersekv {
+
+// out[r][n] = Σ_k a[r][k]·b[k][n] for the rows r of queries or weights. b is packed first: 16 or 32 columns are one
+// panel, in which the columns of k follow those of k - 1. Words are floats, or two bfloat16 of consecutive k.
+// Columns and k are counted in multiples of 16, and what is read beyond the data must be finite.
+struct RowProduct {
+  // b[k][n] = rows[n][k]: columns are tokens, for scores.
+  void (*pack_keys)(const float* rows, int64_t stride, int64_t columns, int64_t K, float* panels);
+  // b[k][n] = rows[k][n]: columns are channels, for sums.
+  void (*pack_values)(const float* rows, int64_t stride, int64_t columns, int64_t K, float* panels);
+  // Add to out, or overwrite it. words: room for `rows`·K floats.
+  void (*multiply)(const float* a, int64_t a_stride, int64_t rows, int64_t K, const float* panels, int64_t columns,
+                   bool add, float* words, float* out, int64_t out_stride);
+};
+
+const RowProduct& row_product_baseline();
+const RowProduct& row_product_avx2();
+const RowProduct& row_product_avx512();
+const RowProduct& row_product_avx512bf16();
+
+}  // namespace tersekv
