@@ -109,13 +109,13 @@ def speed(args: argparse.Namespace, shape: str, tokens: int, dtype: str) -> list
     """Return the time of a step each way, in rounds until the slowest way has taken `--seconds`."""
     model = one_layer(shape, getattr(torch, dtype))
     run = {recipe: steps(shape, recipe, tokens, model) for recipe in (OWN, *args.recipe)}
-    slowest = [run[OWN]() for _ in range(2)][-1]
+    slowest = run[OWN]()
     rounds = max(3, min(50, round(1e3 * args.seconds / slowest)))
     taken: dict[str, list[float]] = {recipe: [] for recipe in run}
-    for turn in range(rounds + 2):
+    for turn in range(rounds + 1):
         for recipe, step in run.items():
             milliseconds = step()
-            if turn >= 2:
+            if turn:
                 taken[recipe].append(milliseconds)
     return [{"way": way, "ms": median_of(each), "rounds": rounds} for way, each in taken.items()]
 

@@ -203,10 +203,11 @@ def test_an_interrupted_call_leaves_no_keys_of_the_indexer():
 
 
 def test_a_quantised_projection_is_dequantised():
-    """A module of another class is asked for the image of each unit vector."""
+    """A module of another class is asked for the image of each unit vector, again when its weights have changed."""
     model = built("youtu")
     attention = model.model.layers[0].self_attn
     plain = UpProjection.of(attention)
+    kept = plain.keys.clone()
 
     class Quantised(torch.nn.Linear):
         """Stands for a layer with packed weights."""
@@ -216,8 +217,13 @@ def test_a_quantised_projection_is_dequantised():
     try:
         for got, expected in zip(UpProjection.of(attention), plain, strict=True):
             torch.testing.assert_close(got, expected)
+        with torch.no_grad():
+            linear.weight.mul_(2)  # as a step of training does
+        torch.testing.assert_close(UpProjection.of(attention).keys, 2 * kept)
     finally:
         attention.kv_b_proj = linear
+        with torch.no_grad():
+            linear.weight.div_(2)
 
 
 def test_what_cannot_work_is_refused(models):

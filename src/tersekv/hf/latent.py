@@ -56,17 +56,22 @@ class UpProjection(NamedTuple):
         return torch.matmul(self.values, out.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).contiguous()
 
 
-_weights: weakref.WeakKeyDictionary[nn.Module, Tensor] = weakref.WeakKeyDictionary()
+_weights: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
 
 
 @torch.no_grad()
 def _dequantised(linear: Any) -> Tensor:
-    """Return the weight [out, in] of a layer that is quantised or has adapters, computed once."""
-    if linear not in _weights:
-        dtype = next((p.dtype for p in linear.parameters() if p.dtype in FLOATS), torch.get_default_dtype())
-        one = torch.eye(linear.in_features, dtype=dtype, device=next(linear.parameters()).device)
-        _weights[linear] = linear(one).T.contiguous()
-    return _weights[linear]
+    """Return the weight [out, in] of a layer that is quantised or has adapters, computed again after each change."""
+    parts = *linear.parameters(), *linear.buffers()
+    state: tuple[Any, ...] = tuple((id(x), 0 if x.is_inference() else x._version) for x in parts)
+    state += tuple(str(getattr(linear, name, "")) for name in ("active_adapters", "disable_adapters", "scaling"))
+    known, weight = _weights.get(linear, ((), None))
+    if weight is None or known != state:
+        dtype = next((x.dtype for x in parts if x.dtype in FLOATS), torch.get_default_dtype())
+        one = torch.eye(linear.in_features, dtype=dtype, device=parts[0].device)
+        weight = linear(one).T.contiguous()
+        _weights[linear] = state, weight
+    return weight
 
 
 # ------------------------------------------------------------------ handles
