@@ -15,6 +15,7 @@ from pathlib import Path
 import recorded
 from measured import (
     kernels,
+    latent,
     pictures,
     presets,
     quality,
@@ -30,8 +31,9 @@ from measured.base import MODELS, Page, Section, rows, table
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "measured"
 PAGES: dict[str, Callable[[], Page]] = {
     "quality": quality.page, "presets": presets.page, "speed": speed.page, "kernels": kernels.page,
-    "serving": serving_pages.page, "equal-bytes": selection.bytes_page, "selection": selection.page,
-    "rates": rates.page, "trellis": trellis_codes.page, "kvquant": reproduced.kvquant_page, "papers": reproduced.page,
+    "latent": latent.page, "serving": serving_pages.page, "equal-bytes": selection.bytes_page,
+    "selection": selection.page, "rates": rates.page, "trellis": trellis_codes.page, "kvquant": reproduced.kvquant_page,
+    "papers": reproduced.page,
 }  # fmt: skip
 """Pages by the name of their file, in the order of the site."""
 RECORDS = """A program of the project makes each record: `tersekv eval`, `tersekv bench` or a file of `benchmarks/`, \
@@ -48,7 +50,7 @@ paired differences where two caches are compared.
 repeat exactly on the same versions and instruction set; times do not."""
 NOT_CLAIMED = """Nothing was run or timed on a GPU. Three small models were measured, of 135 to 500 million \
 parameters, and most tables are of one. Samples are few where the tables say so. All CPUs were AMD EPYCs: \
-Zen 3 with AVX2, Zen 4 (`avx512bf16` in records) and Zen 5 (`avx512`). They were shared with other work."""
+Zen 3 with AVX2, Zen 4 and Zen 5. They were shared with other work."""
 
 
 def dropped() -> Page:

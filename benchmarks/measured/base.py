@@ -99,8 +99,9 @@ def cache(recipe: str) -> str:
 
 def cpu(row: Row) -> str:
     """Return the kind of CPU that a row of a benchmark was measured on. All were made by AMD."""
-    if "family 25, model 1)" in row["cpu"]:
-        return "Zen 3"
+    for family, name in (("family 25, model 1)", "Zen 3"), ("family 26,", "Zen 5")):
+        if family in row["cpu"]:
+            return name
     return {"avx512bf16": "Zen 4", "avx512": "Zen 5"}[row["isa"]]
 
 

@@ -7,6 +7,7 @@ import functools
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from tersekv.kernels.registry import operator
 from tersekv.tensors import last_contiguous
@@ -70,7 +71,7 @@ def attend_many(
     query: float32 or bfloat16 [B, H, R, D]; key [B, H, T, D] and value [B, H, T, Dv] of any float
     dtype. Mask, scaling, softcap, returns: see `attend_scores`.
 
-    On a CPU torch's fused attention computes it in the query's dtype, if D = Dv, and neither a softcap
+    On a CPU torch's fused attention computes it in the query's dtype, if Dv ≤ D, and neither a softcap
     nor a gradient is needed. It never holds the scores of all rows. A mask or scores are made for some rows at a time.
     """
     if mask is not None and shows_all(mask):
@@ -120,19 +121,22 @@ def _is_fused(query: Tensor, key: Tensor, value: Tensor, softcap: float | None) 
     """True if torch's fused attention computes it. Its log-sum-exp, which merging needs, has no gradient."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return False
-    return query.device.type == "cpu" and softcap is None and query.shape[-1] == value.shape[-1]
+    return query.device.type == "cpu" and softcap is None and query.shape[-1] >= value.shape[-1]
 
 
 def _flash(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scaling: float, causal: bool = False
 ) -> tuple[Tensor, Tensor]:
     batch = (len(query), query.shape[1], -1, -1)
+    Dv = value.shape[-1]
+    if Dv < query.shape[-1]:  # torch's kernel takes equal sizes alone
+        value = functional.pad(value, (0, query.shape[-1] - Dv))
     # torch does not check strides here
     operands = [last_contiguous(x.to(query.dtype).expand(batch)) for x in (query, key, value)]
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         *operands, is_causal=causal, attn_mask=bias, scale=scaling
     )
-    return out, lse
+    return out[..., :Dv], lse
 
 
 def _attend_fused(

@@ -52,7 +52,11 @@ def attend_plain(
 ) -> Tensor:
     """Attend to tensors [B, Hkv, n, D], with dropout and gradients. Returns [B, q, Hq, Dv]."""
     if all(kwargs.get(name) is None for name in OWN) and not kwargs.get("output_attentions"):
-        return sdpa_attention_forward(module, query, keys, values, mask, dropout, scaling, **kwargs)[0]
+        # torch's fused attention for CPUs takes values as wide as keys alone, and its other one holds all scores
+        wider = keys.shape[-1] - values.shape[-1] if query.device.type == "cpu" else 0
+        values = values if wider <= 0 else torch.nn.functional.pad(values, (0, wider))
+        out = sdpa_attention_forward(module, query, keys, values, mask, dropout, scaling, **kwargs)[0]
+        return out if wider <= 0 else out[..., :-wider].contiguous()
     call = call_of(query, mask, keys.shape[2], scaling, kwargs)
     if not dropout:
         return attend_chunk(None, keys, values, call)
