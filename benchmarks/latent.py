@@ -291,7 +291,7 @@ def divergence(args: argparse.Namespace) -> None:
             own = [row for row in rows if row["way"] == way]
             kl = [row["kl"] for row in own]
             error = statistics.stdev(kl) / len(kl) ** 0.5
-            lines.append((way, f"{own[0]['bits']:.2f}", f"{statistics.mean(kl):.5f} ± {error:.5f}"))
+            lines.append((way, f"{own[0]['bits']:.2f}", f"{statistics.mean(kl):.7f} ± {error:.7f}"))
         show(f"{name} ({model.config.train_loss} nats per byte)", ("way", "bits", "KL, nats"), lines)
 
 
