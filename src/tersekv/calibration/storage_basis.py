@@ -1,7 +1,9 @@
 """Bases of the storage codec, fitted on a corpus once per model (`storage/basis.py`).
 
 Keys are taken before RoPE where it can be removed. The metric of a layer and KV head is E[g·gᵀ] of
-the gradients g of the loss with respect to them.
+the gradients g of the loss with respect to them. The weight of a token in a group is the mean of g²
+over the layers and heads, each relative to its own sum; it is predicted from the token's vector,
+because `storage` has no gradients when it writes a file.
 """
 
 from __future__ import annotations
@@ -9,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +27,7 @@ from tersekv.layouts.base import Side
 from tersekv.models.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.models.rope import Ropes
-from tersekv.storage.basis import GROUP, Basis, Sums, fitted, groups_of, specs
+from tersekv.storage.basis import NUMBERS, Basis, Sums, fitted, groups_of, specs
 from tersekv.tensors import TensorSpec
 
 NAME = "storage"
@@ -32,15 +35,22 @@ NAME = "storage"
 
 SIDES: tuple[Side, Side] = ("keys", "values")
 
+BLOCK = 128
+"""Tokens of a block, within which the weights of tokens are compared."""
+
 Bases = dict[tuple[int, Side], Basis]
 """Bases by group and side."""
 
 
-def layer_groups(config: PreTrainedConfig, size: int) -> list[list[int]]:
-    """Return the layers of each group, of those with keys and values of their own."""
-    shared = layers_without_own_tokens(config)
+def layer_groups(config: PreTrainedConfig, numbers: int) -> list[list[int]]:
+    """Return the layers of each group, of those with keys and values of their own.
+
+    numbers: of a group's vectors, at most, unless one layer has more.
+    """
+    shared, shape = layers_without_own_tokens(config), AttentionShape.of(config)
     kinds = attention_layers(config)
     own = [i for i, kind in enumerate(kinds) if kind.type == "attention" and i not in shared]
+    size = max(1, numbers // (shape.kv_heads * max(shape.key_dim, shape.value_dim)))
     return [[own[place] for place in places] for places in groups_of([kinds[i].window for i in own], size)]
 
 
@@ -52,35 +62,56 @@ def basis_on(model: PreTrainedModel, corpus: Corpus, sinks: int, progress: Calla
     """
     config = text_config(model.config)
     ropes = Ropes(config, AttentionShape.of(config).key_dim)
-    groups = layer_groups(config, GROUP)
+    groups = layer_groups(config, NUMBERS)
     sources = [
         Source(i, side, side == "keys" and ropes.known(i) is not None) for g in groups for i in g for side in SIDES
     ]
     sums: dict[tuple[int, Side], Sums] = {}
     metrics: dict[tuple[int, Side], Tensor] = {}
+    weighed: dict[tuple[int, Side], Tensor] = {}
+    used = 0
     for sample, ids in enumerate(corpus.windows):
         progress(sample, len(corpus.windows))
-        found: dict[tuple[int, Side], Tensor] = {}
+        found: dict[tuple[int, Side], tuple[Tensor, Tensor]] = {}
 
-        def see(source: Source, x: Tensor, gradient: Tensor, found: dict[tuple[int, Side], Tensor] = found) -> None:
+        def see(source: Source, x: Tensor, gradient: Tensor, found: dict[tuple[int, Side], Any] = found) -> None:
             where = source.layer, source.side
-            found[where] = x[0].transpose(0, 1).flatten(1).cpu()
             metric = (gradient[0].mT @ gradient[0]).double().cpu()
             metrics[where] = metrics[where] + metric if where in metrics else metric
+            whole = metrics[where].diagonal(dim1=1, dim2=2).sum(1).float().clamp_min(1e-30)
+            weights = (gradient[0].square().sum(2).cpu() / whole[:, None]).mean(0)
+            found[where] = x[0].transpose(0, 1).flatten(1).cpu(), weights
 
         each_gradient(model, ids[None].to(model.device), sources, see, sinks)
+        settled = _settled(len(ids) - sinks)
+        used += len(settled.flatten())
         for g, layers in enumerate(groups):
             for side in SIDES:
-                new = Sums.of(torch.cat([found.pop((i, side)) for i in layers], dim=1))
+                held = [found.pop((i, side)) for i in layers]
+                x = torch.cat([x for x, _ in held], dim=1)
+                new, logs = Sums.of(x), torch.stack([w for _, w in held]).mean(0).clamp_min(1e-30).log2()[settled]
+                logs = (logs - logs.mean(1, keepdim=True)).flatten()
+                pull = (x[settled.flatten()].T @ logs.float()).double()
                 sums[g, side] = sums[g, side].plus(new) if sample else new
+                weighed[g, side] = weighed[g, side] + pull if sample else pull
     tensors: dict[str, Tensor] = {}
     for g, layers in enumerate(groups):
         for side in SIDES:
-            whole = sums[g, side]
+            whole = sums.pop((g, side))
             metric = torch.cat([metrics[i, side] for i in layers]) / whole.vectors
-            named = fitted(whole, metric)._asdict()
+            named = fitted(whole, metric, weighed[g, side] / max(used, 1))._asdict()
             tensors |= {f"groups.{g}.{side}.{name}": tensor.contiguous() for name, tensor in named.items()}
     return Calibration(corpus.made(NAME, model.config, fingerprint(model), sinks), tensors)
+
+
+def _settled(tokens: int) -> Tensor:
+    """Return the places [blocks, BLOCK] of a sample's tokens that weights are measured on, in blocks.
+
+    A token's gradient is a sum over later tokens, so weights are compared within a block, and those
+    of the last tokens are left out.
+    """
+    blocks = max(0, tokens // BLOCK - 1)
+    return torch.arange(blocks * BLOCK).view(blocks, BLOCK)
 
 
 def find_bases(model: str, config: PreTrainedConfig) -> tuple[Bases, str] | None:
@@ -100,12 +131,13 @@ def find_bases(model: str, config: PreTrainedConfig) -> tuple[Bases, str] | None
             f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`"
         )
     bases = {}
-    for group, layers in enumerate(layer_groups(config, GROUP)):
+    for group, layers in enumerate(layer_groups(config, NUMBERS)):
         for side, D in zip(SIDES, (shape.key_dim, shape.value_dim), strict=True):
             n, half = len(layers) * shape.kv_heads * D, torch.float32
             wanted = specs(n, n) | {
                 "variance": TensorSpec(half, (n,), low=0),
                 "metric": TensorSpec(half, (n // D, D, D)),
+                "weight": TensorSpec(half, (n,)),
             }
             start, held = f"groups.{group}.{side}.", {}
             for name, spec in wanted.items():
