@@ -80,7 +80,7 @@ def test_errors_fall_with_the_rate(stored):
 
 
 def test_first_tokens_are_exact_and_last_ones_nearly(stored):
-    """Steps of the last tokens are 8 times finer, and those of the tokens before them up to 2.8 times."""
+    """Steps of the last tokens are 4 times finer, and those of the tokens before them up to 2.8 times."""
     model, cache, path = stored
     cache.save(path, prompt(TOKENS), storage=4)
     loaded = CompressedCache.load(path, model, prompt(TOKENS), recipe="exact")
@@ -89,7 +89,7 @@ def test_first_tokens_are_exact_and_last_ones_nearly(stored):
         for a, b in ((keys, k), (values, v)):
             assert a.shape[2] < TOKENS or torch.equal(a[:, :, :4], b[:, :, :4])
             squares = (a - b[:, :, -a.shape[2] :])[:, :, 4:].square().mean((0, 1, 3))
-            assert len(squares) < 256 or 8 * squares[-128:].mean() < squares[:-256].mean()
+            assert len(squares) < 256 or 3 * squares[-128:].mean() < squares[:-256].mean()
 
 
 @pytest.mark.parametrize("recipe", ["kivi:bits=4", "default", "window:recent=16+kvquant:calibration=prompt"])
@@ -131,7 +131,7 @@ def test_a_page_can_be_read_alone(stored):
 
 def test_with_a_calibration(llama, tmp_path):
     """The file has no bases; without the calibration that made it, it is refused."""
-    corpus = Corpus("a test", "0" * 64, torch.cat([prompt(200, seed=s) for s in range(4)]), 0)
+    corpus = Corpus("a test", "0" * 64, torch.cat([prompt(200, seed=s) for s in range(8)]), 0)
     place = find.profile_place(find.default_folder(fingerprint(llama)), NAME)
     cache = read(llama)
     cache.save(tmp_path / "own", storage=4)

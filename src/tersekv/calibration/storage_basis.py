@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from tersekv.layouts.base import Side
 from tersekv.models.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.models.rope import Ropes
-from tersekv.storage.basis import NUMBERS, Basis, Sums, fitted, groups_of, specs
+from tersekv.storage.basis import NUMBERS, TOKENS_PER_NUMBER, Basis, Sums, fitted, groups_of, specs
 from tersekv.tensors import TensorSpec
 
 NAME = "storage"
@@ -40,6 +40,14 @@ BLOCK = 128
 
 Bases = dict[tuple[int, Side], Basis]
 """Bases by group and side."""
+
+
+class Fitted(NamedTuple):
+    """Bases of a model's calibration, its digest, and the most numbers of its groups' vectors."""
+
+    bases: Bases
+    digest: str
+    numbers: int
 
 
 def layer_groups(config: PreTrainedConfig, numbers: int) -> list[list[int]]:
@@ -62,7 +70,7 @@ def basis_on(model: PreTrainedModel, corpus: Corpus, sinks: int, progress: Calla
     """
     config = text_config(model.config)
     ropes = Ropes(config, AttentionShape.of(config).key_dim)
-    groups = layer_groups(config, NUMBERS)
+    groups = layer_groups(config, _numbers(corpus.windows.numel()))
     sources = [
         Source(i, side, side == "keys" and ropes.known(i) is not None) for g in groups for i in g for side in SIDES
     ]
@@ -104,6 +112,11 @@ def basis_on(model: PreTrainedModel, corpus: Corpus, sinks: int, progress: Calla
     return Calibration(corpus.made(NAME, model.config, fingerprint(model), sinks), tensors)
 
 
+def _numbers(tokens: int) -> int:
+    """Return the most numbers of a group's vectors for a corpus of so many tokens."""
+    return min(NUMBERS, tokens // TOKENS_PER_NUMBER)
+
+
 def _settled(tokens: int) -> Tensor:
     """Return the places [blocks, BLOCK] of a sample's tokens that weights are measured on, in blocks.
 
@@ -114,8 +127,8 @@ def _settled(tokens: int) -> Tensor:
     return torch.arange(blocks * BLOCK).view(blocks, BLOCK)
 
 
-def find_bases(model: str, config: PreTrainedConfig) -> tuple[Bases, str] | None:
-    """Return the bases of a model's calibration, and its digest; None if there is none.
+def find_bases(model: str, config: PreTrainedConfig) -> Fitted | None:
+    """Return the bases of a model's calibration; None if there is none.
 
     model: fingerprint.
 
@@ -130,8 +143,8 @@ def find_bases(model: str, config: PreTrainedConfig) -> tuple[Bases, str] | None
         raise UserError(
             f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`"
         )
-    bases = {}
-    for group, layers in enumerate(layer_groups(config, NUMBERS)):
+    bases, numbers = {}, _numbers(found.made.samples * found.made.length)
+    for group, layers in enumerate(layer_groups(config, numbers)):
         for side, D in zip(SIDES, (shape.key_dim, shape.value_dim), strict=True):
             n, half = len(layers) * shape.kv_heads * D, torch.float32
             wanted = specs(n, n) | {
@@ -146,7 +159,7 @@ def find_bases(model: str, config: PreTrainedConfig) -> tuple[Bases, str] | None
                     raise UserError(f"{path} is wrong: {start}{name} {fault}; calibrate again")
                 held[name] = tensor
             bases[group, side] = Basis(**held)  # type: ignore[arg-type]
-    return bases, digest
+    return Fitted(bases, digest, numbers)
 
 
 @functools.lru_cache(maxsize=2)

@@ -33,6 +33,7 @@ class Layers:
         kinds = attention_layers(cache.config)
         self.windows = [kinds[layers[0]].window for layers in self.groups]
         self.spans: list[Span] = []
+        self._angles: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
 
     def layer(self, index: int) -> CompressedLayer:
         """Return a layer of the cache."""
@@ -42,9 +43,12 @@ class Layers:
 
     def cos_sin(self, index: int, first: int, n: int) -> tuple[Tensor, Tensor]:
         """Return cos and sin of n tokens of a layer, for `Rope.apply`."""
-        rotary = Rotary(self.cache.ropes.known(index) or NO_ROPE)
-        rotary.note(0, self.tokens)
-        return rotary.angles(first, n, torch.device("cpu")).cos_sin()
+        rope = self.cache.ropes.known(index) or NO_ROPE
+        if (found := self._angles.get((id(rope), first, n))) is None:  # layers share few ropes
+            rotary = Rotary(rope)
+            rotary.note(0, self.tokens)
+            found = self._angles[id(rope), first, n] = rotary.angles(first, n, torch.device("cpu")).cos_sin()
+        return found
 
     def held(self, index: int) -> dict[Side, Tensor]:
         """Return keys and values [1, H, n, D] of the tokens that a layer holds."""

@@ -23,15 +23,16 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.schema import MOST, each, number, of_spec, one_of, optional, record, require, tensor, text, whole
-from tersekv.calibration.storage_basis import SIDES, Bases, find_bases
+from tersekv.calibration.storage_basis import SIDES, Bases, Fitted, find_bases
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import FLOATS, CompressedLayer
 from tersekv.hf.storage_layers import Layers
 from tersekv.layouts.base import Side
+from tersekv.malloc_trim import malloc_trim
 from tersekv.models.config import longest_context
 from tersekv.storage import codec, streams
-from tersekv.storage.basis import NUMBERS, OWN_NUMBERS, Basis, Sums, fitted, plain_metric, specs
+from tersekv.storage.basis import OWN_NUMBERS, Basis, Sums, fitted, plain_metric, specs
 from tersekv.storage.codec import Page, Span
 from tersekv.tensors import type_name
 from tersekv.transforms.rope import NO_ROPE
@@ -40,8 +41,8 @@ log = logging.getLogger(__name__)
 RATES = 0.1, 8.0
 """Least and most bits per number."""
 
-GROUPED = {"calibration": NUMBERS, "prompt": OWN_NUMBERS, "layer": 1}
-"""Numbers of a group, by what the bases are fitted on: a corpus, the prompt, or the prompt layer by layer."""
+OWN = {"prompt": OWN_NUMBERS, "layer": 1}
+"""Most numbers of a group, if the bases are fitted on the prompt, or on the prompt layer by layer."""
 
 PARTS = "pages", "recent"
 """Parts of a group's pages that have tables of their own: all pages but the last one, and that one."""
@@ -118,18 +119,16 @@ def _chosen(cache: ModelCache, about: dict[str, Any], rate: float) -> tuple[str,
             layers.spans.append(Span.of(store.num_evicted, tokens))
         return layers
 
-    layers = grouped(NUMBERS)
-    bits = rate * sum(layers.spans[g].coded * layers.numbers(g, s) for g, s in layers.sides())
     found = find_bases(about["model"], cache.config)
+    layers = grouped(OWN_NUMBERS if found is None else found.numbers)
+    bits = rate * sum(layers.spans[g].coded * layers.numbers(g, s) for g, s in layers.sides())
     if found is not None:
-        bases, digest = found
-        return "calibration", layers, bases, digest, bits
+        return "calibration", layers, found.bases, found.digest, bits
     best: tuple[float, str, Layers, Bases] | None = None
     # a row of a basis over n numbers has n bytes, and saves about a bit of two per token: four tokens per number pay
-    layers = grouped(OWN_NUMBERS)
     pays = all(layers.spans[g].coded >= 4 * layers.numbers(g, side) for g, side in layers.sides())
     for kind in ("prompt", "layer") if pays else ("layer",):
-        layers = grouped(GROUPED[kind])
+        layers = grouped(OWN[kind])
         bases = {where: _own_basis(layers, *where) for where in layers.sides()}
         if not bases:
             return kind, layers, bases, None, bits
@@ -185,7 +184,7 @@ def _bytes(data: bytes) -> Tensor:
 
 STORED = {
     "rate": number,
-    "bases": one_of(*GROUPED),
+    "bases": one_of("calibration", *OWN),
     "calibration": optional(text),
     "step": number,
     "firsts": each(whole()),
@@ -209,17 +208,18 @@ class StoredFile:
         require(said["batch"] == 1, "batch", "must be 1")
         require(stored["step"] > 0, "storage.step", "must be more than 0")
         self.step, self.dtype, self.tensors = stored["step"], FLOATS[stored["dtype"]], tensors
-        self.digest = stored["calibration"]
+        self.digest, self.config = stored["calibration"], cache.config
         own = stored["bases"] != "calibration"
         require(own == (self.digest is None), "storage.calibration", "does not fit storage.bases")
-        layers = Layers(cache, tokens, GROUPED[stored["bases"]])
+        found = None if own else self._found(said)
+        layers = Layers(cache, tokens, OWN[stored["bases"]] if found is None else found.numbers)
         each(whole(0, tokens - 1), len(layers.groups))(stored["firsts"], "storage.firsts")
         layers.spans = [Span.of(first, tokens) for first in stored["firsts"]]
         self.layers = layers
         for first, window in zip(stored["firsts"], layers.windows, strict=True):
             latest = 0 if window is None else max(0, tokens - window + 1)
             require(first <= latest, "storage.firsts", f"has {first}, and must have at most {latest}")
-        self.bases = self._bases(said)
+        self.bases = self._own_bases() if found is None else found.bases
 
     def check_names(self) -> None:
         """Raise UserError unless the tensors are those of a whole file."""
@@ -247,16 +247,19 @@ class StoredFile:
         tensor(torch.uint8, None)(self.tensors[name], name)
         return self.tensors[name].numpy().tobytes()
 
-    def _bases(self, said: Mapping[str, Any]) -> Bases:
-        if self.digest is not None:
-            found = find_bases(said["model"], self.layers.cache.config)
-            if found is None or found[1] != self.digest:
-                has = "this machine has none" if found is None else f"that of this machine is {found[1]}"
-                raise UserError(
-                    f"it needs the model's storage calibration {self.digest}, and {has}: copy it from where "
-                    "the file was made, or build the file again"
-                )
-            return found[0]
+    def _found(self, said: Mapping[str, Any]) -> Fitted:
+        """Return the calibration's bases."""
+        found = find_bases(said["model"], self.config)
+        if found is None or found.digest != self.digest:
+            has = "this machine has none" if found is None else f"that of this machine is {found.digest}"
+            raise UserError(
+                f"it needs the model's storage calibration {self.digest}, and {has}: copy it from where "
+                "the file was made, or build the file again"
+            )
+        return found
+
+    def _own_bases(self) -> Bases:
+        """Return the bases that the file holds."""
         bases = {}
         for group, side in self.layers.sides():
             held = {name: self.tensors.get(f"bases.{group}.{side}.{name}") for name in specs(1)}
@@ -355,3 +358,5 @@ def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tenso
             layer.append(keys, values)
         except CacheError as error:
             raise UserError(str(error)) from error
+        del keys, values
+        malloc_trim()  # else freed tokens of each layer stay resident between the packed ones

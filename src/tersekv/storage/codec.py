@@ -24,7 +24,7 @@ PAGE = 256
 FIRST = 4
 """First tokens that are stored exactly: attention sinks."""
 
-LAST, FINER = 128, 3.0
+LAST, FINER = 128, 2.0
 """Number of last tokens, the recent window, and the octaves by which their steps are finer."""
 
 FADE = 1.5
