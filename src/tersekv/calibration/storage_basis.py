@@ -138,28 +138,15 @@ def find_bases(model: str, config: PreTrainedConfig) -> Fitted | None:
     path = profile_place(default_folder(model), NAME)
     if not path.is_file():
         return None
-    (found, digest), shape = _loaded(path, path.stat().st_mtime_ns), AttentionShape.of(config)
+    changed = path.stat().st_mtime_ns
+    (found, digest), shape = _loaded(path, changed), AttentionShape.of(config)
     if (found.made.recipe, found.made.model, found.made.architecture) != (NAME, model, architecture(config)):
         raise UserError(
             f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`"
         )
-    bases, numbers = {}, _numbers(found.made.samples * found.made.length)
-    for group, layers in enumerate(layer_groups(config, numbers)):
-        for side, D in zip(SIDES, (shape.key_dim, shape.value_dim), strict=True):
-            n, half = len(layers) * shape.kv_heads * D, torch.float32
-            wanted = specs(n, n) | {
-                "variance": TensorSpec(half, (n,), low=0),
-                "metric": TensorSpec(half, (n // D, D, D)),
-                "weight": TensorSpec(half, (n,)),
-            }
-            start, held = f"groups.{group}.{side}.", {}
-            for name, spec in wanted.items():
-                tensor = found.tensors.get(start + name)
-                if fault := spec.fault(tensor):
-                    raise UserError(f"{path} is wrong: {start}{name} {fault}; calibrate again")
-                held[name] = tensor
-            bases[group, side] = Basis(**held)  # type: ignore[arg-type]
-    return Fitted(bases, digest, numbers)
+    numbers = _numbers(found.made.samples * found.made.length)
+    sizes = tuple(len(layers) * shape.kv_heads for layers in layer_groups(config, numbers))
+    return Fitted(_bases(path, changed, sizes, (shape.key_dim, shape.value_dim)), digest, numbers)
 
 
 @functools.lru_cache(maxsize=2)
@@ -167,3 +154,28 @@ def _loaded(path: Path, changed: int) -> tuple[Calibration, str]:
     """Return the calibration in a file and its digest, the same objects until the file changes."""
     found = Calibration.load(path)
     return found, found.digest
+
+
+@functools.lru_cache(maxsize=2)
+def _bases(path: Path, changed: int, heads: tuple[int, ...], dims: tuple[int, int]) -> Bases:
+    """Return the bases in a file. They are checked once, because a check takes as much memory as a basis.
+
+    heads: of all layers of each group. dims: of keys and values.
+    """
+    tensors, bases, single = _loaded(path, changed)[0].tensors, {}, torch.float32
+    for group, count in enumerate(heads):
+        for side, D in zip(SIDES, dims, strict=True):
+            n = count * D
+            wanted = specs(n, n) | {
+                "variance": TensorSpec(single, (n,), low=0),
+                "metric": TensorSpec(single, (count, D, D)),
+                "weight": TensorSpec(single, (n,)),
+            }
+            start, held = f"groups.{group}.{side}.", {}
+            for name, spec in wanted.items():
+                tensor = tensors.get(start + name)
+                if fault := spec.fault(tensor):
+                    raise UserError(f"{path} is wrong: {start}{name} {fault}; calibrate again")
+                held[name] = tensor
+            bases[group, side] = Basis(**held)  # type: ignore[arg-type]
+    return bases

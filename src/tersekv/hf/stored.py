@@ -285,6 +285,7 @@ class StoredFile:
             for place, index in enumerate(indices):
                 keys, values = (self._tokens(group, place, side, exact[side][place], pages[side]) for side in SIDES)
                 yield index, keys, values
+            del exact, pages, keys, values  # before those of the next group
 
     def page(self, number: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Return keys and values [1, H, n, D] of a page's tokens, by layer. No other page is read."""
@@ -333,7 +334,9 @@ class StoredFile:
         layers, width, D = self.layers, self.layers.widths[side], self.layers.dims[side]
         index, numbers = layers.groups[group][place], (place * width, (place + 1) * width)
         rope = layers.cache.ropes.known(index) or NO_ROPE
-        rows = self.bases[group, side].matrix(*numbers) if pages else torch.empty(0)
+        if not pages:
+            return
+        rows = self.bases[group, side].matrix(max(page.components for page in pages), *numbers)
         for page in pages:
             flat = page.vectors(self.bases[group, side], rows, *numbers)
             x = flat.unflatten(1, (-1, D)).transpose(0, 1)[None]

@@ -103,12 +103,12 @@ class Basis(NamedTuple):
         """Return log2 of the weights of the tokens of x [T, n], float32 [T]."""
         return (x.float() - self.mean.float()) @ self.weight
 
-    def matrix(self, first: int, last: int) -> Tensor:
-        """Return what components add to numbers first to last of x, [k, last − first].
+    def matrix(self, k: int, first: int, last: int) -> Tensor:
+        """Return what the first k components add to numbers first to last of x, [k, last − first].
 
         It is bfloat16 where products of it are fast. Rounding it errs as much as rounding rows to int8.
         """
-        scaled = self.rows[:, first:last] * self.scale[:, None] * self.channels[first:last]
+        scaled = self.rows[:k, first:last] * self.scale[:k, None] * self.channels[first:last]
         return scaled.bfloat16() if _fast_bfloat16() else scaled
 
     @property

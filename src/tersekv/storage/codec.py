@@ -146,9 +146,12 @@ def pack(codes: Sequence[Tensor], exponents: Sequence[Tensor]) -> tuple[bytes, l
 
 
 class Page(NamedTuple):
-    """Codes [k, tokens] of a page of one side of a group, in the smallest type that fits, and steps [tokens]."""
+    """Codes [k, tokens] of a page of one side of a group, and the steps of its tokens, float32 [tokens].
 
-    codes: Tensor
+    codes: in bands, each in the smallest type that fits, because the first ones have much larger codes.
+    """
+
+    codes: list[Tensor]
     steps: Tensor
 
     @staticmethod
@@ -161,16 +164,25 @@ class Page(NamedTuple):
         exponents, codes = streams.unpack(table, page, (1, components), tokens)
         if int(exponents.abs().max()) > MOST_EXPONENT:
             raise UserError("has exponents that are not possible")
-        small = not codes.numel() or int(codes.abs().max()) < 128
-        return Page(codes.to(torch.int8) if small else codes, step * (-exponents[0] / PER_OCTAVE).exp2())
+        bands = [band.to(torch.int8) if int(band.abs().max()) < 128 else band.clone() for band in _bands(codes)]
+        return Page(bands, step * (-exponents[0] / PER_OCTAVE).exp2())
+
+    @property
+    def components(self) -> int:
+        """Number of components with codes."""
+        return sum(map(len, self.codes))
 
     def vectors(self, basis: Basis, rows: Tensor, first: int, last: int) -> Tensor:
         """Return numbers first to last of the vectors, float32 [tokens, last − first].
 
         rows: of the basis, see `Basis.matrix`.
         """
-        sums = self.codes.to(rows.dtype).T @ rows[: len(self.codes)]
-        return basis.mean[first:last].float() + self.steps[:, None] * sums
+        codes = torch.cat([band.to(rows.dtype) for band in self.codes] or [rows.new_zeros((0, len(self.steps)))])
+        return basis.mean[first:last].float() + self.steps[:, None] * (codes.T @ rows[: len(codes)])
+
+
+def _bands(codes: Tensor) -> Sequence[Tensor]:
+    return codes.split(streams.BAND) if len(codes) else ()
 
 
 def exact_bytes(x: Tensor) -> bytes:
