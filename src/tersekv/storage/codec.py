@@ -164,8 +164,12 @@ class Page(NamedTuple):
         exponents, codes = streams.unpack(table, page, (1, components), tokens)
         if int(exponents.abs().max()) > MOST_EXPONENT:
             raise UserError("has exponents that are not possible")
-        bands = [band.to(torch.int8) if int(band.abs().max()) < 128 else band.clone() for band in _bands(codes)]
-        return Page(bands, step * (-exponents[0] / PER_OCTAVE).exp2())
+        most = [int(band.abs().max()) for band in _bands(codes)]
+        while most and not most[-1]:  # other pages have codes of these components
+            most.pop()
+        bands = zip(_bands(codes), most, strict=False)
+        kept = [band.to(torch.int8) if high < 128 else band.clone() for band, high in bands]
+        return Page(kept, step * (-exponents[0] / PER_OCTAVE).exp2())
 
     @property
     def components(self) -> int:
