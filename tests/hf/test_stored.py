@@ -76,17 +76,20 @@ def test_errors_fall_with_the_rate(stored):
         means.append(max(errors(cache, CompressedCache.load(path, model, recipe="exact"))))
     assert sizes == sorted(sizes)
     assert means == sorted(means, reverse=True)
-    assert means[-1] < 1e-4
+    assert means[-1] < 2e-4
 
 
-def test_first_and_last_tokens_are_exact(stored):
+def test_first_tokens_are_exact_and_last_ones_nearly(stored):
+    """Steps of the last tokens are 4 times finer, and those of the tokens before them up to 2.8 times."""
     model, cache, path = stored
+    cache.save(path, prompt(TOKENS), storage=4)
     loaded = CompressedCache.load(path, model, prompt(TOKENS), recipe="exact")
     assert loaded.get_seq_length() == TOKENS
     for (keys, values), (k, v) in zip(tokens_of(cache), tokens_of(loaded), strict=True):
         for a, b in ((keys, k), (values, v)):
-            assert torch.equal(a[:, :, -128:], b[:, :, -128:])
             assert a.shape[2] < TOKENS or torch.equal(a[:, :, :4], b[:, :, :4])
+            squares = (a - b[:, :, -a.shape[2] :])[:, :, 4:].square().mean((0, 1, 3))
+            assert len(squares) < 256 or 3 * squares[-128:].mean() < squares[:-256].mean()
 
 
 @pytest.mark.parametrize("recipe", ["kivi:bits=4", "default", "window:recent=16+kvquant:calibration=prompt"])
@@ -114,12 +117,12 @@ def test_a_page_can_be_read_alone(stored):
     """Only its own tensors are mapped and checked; its tokens are those of the whole file."""
     model, _, path = stored
     whole = tokens_of(CompressedCache.load(path, model, recipe="exact"))
-    said, tensors, _ = tensor_file.read(path, lambda name: name.endswith(".1") or name.startswith("bases."))
+    said, tensors, _ = tensor_file.read(path, lambda name: name.endswith(".1") or name[:5] in ("bases", "table"))
     assert not any(name.startswith("exact.") for name in tensors)
     found = StoredFile(CompressedCache(model, "exact"), said, tensors).page(1)
     for index, (keys, values) in found.items():
         n, held = keys.shape[2], whole[index][0].shape[2]
-        last = min(512, TOKENS - 128)
+        last = TOKENS - 128
         at = held - TOKENS + last - n
         assert torch.equal(whole[index][0][:, :, at : at + n], keys.half().float())
         assert torch.equal(whole[index][1][:, :, at : at + n], values.half().float())
@@ -128,7 +131,7 @@ def test_a_page_can_be_read_alone(stored):
 
 def test_with_a_calibration(llama, tmp_path):
     """The file has no bases; without the calibration that made it, it is refused."""
-    corpus = Corpus("a test", "0" * 64, torch.cat([prompt(200, seed=s) for s in range(4)]), 0)
+    corpus = Corpus("a test", "0" * 64, torch.cat([prompt(200, seed=s) for s in range(8)]), 0)
     place = find.profile_place(find.default_folder(fingerprint(llama)), NAME)
     cache = read(llama)
     cache.save(tmp_path / "own", storage=4)

@@ -14,7 +14,7 @@ import typer
 
 from tersekv.cli import output
 from tersekv.cli.bare import size
-from tersekv.cli.generate import load
+from tersekv.cli.generate import Dtype, checked_dtype, load
 from tersekv.errors import UserError
 from tersekv.lab.bench.memory import PeakMemory
 
@@ -40,6 +40,7 @@ def calibrate(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the positions.")] = 0,
     sinks: Annotated[int, typer.Option(min=0, help="Tokens left out at the start of each sample.")] = 1,
     out: Annotated[Path | None, typer.Option("--out", "-o", help=OUT_HELP)] = None,
+    dtype: Dtype = "auto",
     workers: Annotated[int, typer.Option(min=0, help="Processes that fit codecs; 0 is one per core.")] = 0,
     as_json: output.Json = False,
 ) -> None:
@@ -58,8 +59,9 @@ def calibrate(
     if not recipes and not storage:
         raise UserError("there is nothing to calibrate: give --recipe RECIPE, or --storage for storage files")
     _check_out(out, len(recipes) + storage)
+    checked_dtype(dtype)
     read = read_text(text)
-    network, tokenizer = load(model)
+    network, tokenizer = load(model, dtype)
     from tersekv.calibration.attention_spread import profile_on
     from tersekv.calibration.calibrate import Calibrator, Corpus
     from tersekv.calibration.find import check_allotment

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,13 @@ from tersekv.cli.bare import size as sized
 from tersekv.cli.files import check_out
 from tersekv.cli.generate import load, read_text
 from tersekv.versions import cache_argument
+
+log = logging.getLogger(__name__)
+COMPARED = 128
+"""Tokens that are read after a storage file was written, to measure its divergence."""
+
+MOST_KL = 0.03
+"""Divergence in nats above which a storage file is warned of."""
 
 app = typer.Typer(help="Keep packed caches of prompts in files, to read each prompt only once.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="File from `tersekv prompt-cache build`.")]
@@ -59,6 +67,7 @@ def build(
         from tersekv.calibration.find import calibration_for
         from tersekv.calibration.text import common_ids
         from tersekv.cli import measure
+        from tersekv.lab.evals.tasks.divergence import in_words
         from tersekv.models.config import cache_shape
     network, tokenizer = load(model)
     with output.step("looking for the calibration"):
@@ -71,13 +80,44 @@ def build(
     read, start = time.perf_counter() - start, time.perf_counter()
     with output.step(f"writing {out}"):
         cache.save(out, ids, storage=storage)
-    seconds = {"prefill_seconds": round(read, 4), "save_seconds": round(time.perf_counter() - start, 4)}
-    _say(out, as_json, seconds)
+    more: dict[str, Any] = {"prefill_seconds": round(read, 4), "save_seconds": round(time.perf_counter() - start, 4)}
     if storage is not None:
+        with output.step(f"comparing {out} with the prompt"):
+            more["kl"] = divergence(network, cache, out, ids)
+        _say(out, as_json, more)
+        if more["kl"] is not None and more["kl"] > MOST_KL:
+            log.warning(
+                f"{out} loses much: KL divergence {more['kl']:.3f} nats ({in_words(more['kl'])}); "
+                "give more bits, or run `tersekv calibrate --storage` for this model first"
+            )
         return
+    _say(out, as_json, more)
     gained = sizes.nothing_gained(cache.footprint(), cache_shape(network.config), str(cache.recipe))
     if gained and not as_json:
         output.show(gained)
+
+
+def divergence(network: Any, cache: Any, path: Path, ids: Any) -> float | None:
+    """Return the mean KL divergence in nats of tokens after those of a cache, once it was written to a storage file.
+
+    They are read again from the middle of the prompt, so that the model looks for them there. None if they do not
+    fit into the model's context. ids: of the cache [1, T].
+    """
+    import torch
+
+    import tersekv
+    from tersekv.lab.evals.tasks.divergence import compare
+    from tersekv.models.config import longest_context
+
+    tokens = ids.shape[1]
+    again = ids[:, tokens // 2 :][:, :COMPARED].to(network.device)
+    if tokens + again.shape[1] > (longest_context(network.config) or tokens + COMPARED):
+        return None
+    logits = []
+    for one in (cache, tersekv.CompressedCache.load(path, network, ids, recipe="exact")):
+        with tersekv.compress(network, one), torch.inference_mode():
+            logits.append(network(input_ids=again, **cache_argument(network, one)).logits[0])
+    return round(float(compare(*logits)[0].mean()), 5)
 
 
 @app.command("load")

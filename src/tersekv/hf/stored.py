@@ -3,8 +3,9 @@
 The file is a `cache/tensor_file.py` with other metadata than a packed cache has, and these tensors:
 
     ids                         int32 [1, T], if known
-    exact.<layer>.<side>        zstd of the first 4 and the last 128 tokens of a layer
-    pages.<group>.<side>.<n>    codes of tokens 256·n to 256·n + 255 of a group of layers (`storage/`)
+    exact.<group>.<side>        zstd of the first 4 tokens of a group of layers, 16 bits per number
+    pages.<group>.<side>.<n>    codes of 256 tokens (`storage/streams.py`); the last page has 128
+    tables.<group>.<side>.*     tables of the pages, and of the last one
     bases.<group>.<side>.*      the bases, unless they are those of the model's calibration
 
 Loading decodes one layer after another to exact tokens, which any recipe packs. The file holds the
@@ -15,23 +16,24 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import MOST, each, number, of_spec, one_of, optional, record, require, tensor, text, whole
-from tersekv.calibration.storage_basis import SIDES, Bases, find_bases, layer_groups
+from tersekv.calibration.storage_basis import SIDES, Bases, Fitted, find_bases
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import FLOATS, CompressedLayer
+from tersekv.hf.storage_layers import Layers
 from tersekv.layouts.base import Side
-from tersekv.models.config import attention_layers, longest_context
+from tersekv.malloc_trim import malloc_trim
+from tersekv.models.config import longest_context
 from tersekv.storage import codec, streams
-from tersekv.storage.basis import GROUP, Basis, Sums, fitted, plain_metric, specs
-from tersekv.storage.codec import Pages, Span
+from tersekv.storage.basis import OWN_NUMBERS, Basis, Sums, fitted, plain_metric, specs
+from tersekv.storage.codec import Page, Span
 from tersekv.tensors import type_name
 from tersekv.transforms.rope import NO_ROPE
 
@@ -39,67 +41,17 @@ log = logging.getLogger(__name__)
 RATES = 0.1, 8.0
 """Least and most bits per number."""
 
-GROUPED = {"calibration": GROUP, "prompt": GROUP, "layer": 1}
-"""Layers of a group, by what the bases are fitted on: a corpus, the prompt, or the prompt layer by layer."""
+OWN = {"prompt": OWN_NUMBERS, "layer": 1}
+"""Most numbers of a group, if the bases are fitted on the prompt, or on the prompt layer by layer."""
 
-
-class Layers:
-    """The attention layers of a cache, as vectors of groups.
-
-    size: layers of a group. tokens: of the sequence. spans: of each group.
-    """
-
-    def __init__(self, cache: ModelCache, tokens: int, size: int) -> None:
-        self.cache, self.tokens = cache, tokens
-        self.groups = layer_groups(cache.config, size)
-        shape = cache.shape
-        self.widths = {"keys": shape.kv_heads * shape.key_dim, "values": shape.kv_heads * shape.value_dim}
-        self.dims = {"keys": shape.key_dim, "values": shape.value_dim}
-        kinds = attention_layers(cache.config)
-        self.windows = [kinds[layers[0]].window for layers in self.groups]
-        self.spans: list[Span] = []
-
-    def layer(self, index: int) -> CompressedLayer:
-        """Return a layer of the cache."""
-        layer: Any = self.cache.layers[index]
-        assert isinstance(layer, CompressedLayer)
-        return layer
-
-    def cos_sin(self, index: int, first: int, n: int) -> tuple[Tensor, Tensor]:
-        """Return cos and sin of n tokens of a layer, for `Rope.apply`."""
-        rotary = Rotary(self.cache.ropes.known(index) or NO_ROPE)
-        rotary.note(0, self.tokens)
-        return rotary.angles(first, n, torch.device("cpu")).cos_sin()
-
-    def held(self, index: int) -> dict[Side, Tensor]:
-        """Return keys and values [1, H, n, D] of the tokens that a layer holds."""
-        layer = self.layer(index)
-        assert layer.store is not None
-        keys, values = layer.store.decoded(layer.dtype)
-        return {"keys": keys.cpu(), "values": values.cpu()}
-
-    def vectors(self, group: int, side: Side) -> Tensor:
-        """Return the vectors of a group's coded tokens, float32 [tokens, n]; keys before RoPE."""
-        span, parts = self.spans[group], []
-        for index in self.groups[group]:
-            x = self.held(index)[side][:, :, span.start - span.first : span.stop - span.first].float()
-            if side == "keys":
-                rope = self.cache.ropes.known(index) or NO_ROPE
-                x = rope.invert(x, *self.cos_sin(index, span.start, span.coded))
-            parts.append(x[0].transpose(0, 1).flatten(1))
-        return torch.cat(parts, dim=1)
-
-    def sides(self) -> Iterator[tuple[int, Side]]:
-        """Yield the groups that have coded tokens, with each side."""
-        for group, span in enumerate(self.spans):
-            if span.coded:
-                yield from ((group, side) for side in SIDES)
+PARTS = "pages", "recent"
+"""Parts of a group's pages that have tables of their own: all pages but the last one, and that one."""
 
 
 def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: float) -> tuple[dict[str, Any], Any]:
     """Return metadata and tensors of a storage file. about: of the cache, see `saved.about_cache`.
 
-    rate: bits per number of the coded tokens, with the bases if the file holds them.
+    rate: bits per number of all tokens but the exact ones, with the bases if the file holds them.
 
     Raises:
         UserError: the rate is not allowed, or the cache is a batch, or its policy evicts tokens.
@@ -112,7 +64,9 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
     own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     if any(layer.store is not None and layer.store.by_head for layer in own):
         raise UserError(f"{cache.recipe} evicts tokens, and a storage file holds them all: read the prompt without it")
-    kind, layers, bases, digest, step = _chosen(cache, about, rate)
+    kind, layers, bases, digest, bits = _chosen(cache, about, rate)
+    analyses = {where: basis.analysis() for where, basis in bases.items()}
+    step = _step(layers, bases, analyses, bits)
     log.info("storage with bases of the %s, step %.3g", kind, step)
     if kind == "layer":
         warnings.warn(
@@ -121,17 +75,21 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
             stacklevel=4,
         )
     tensors: dict[str, Tensor] = {} if ids is None else {"ids": ids}
-    for indices, span in zip(layers.groups, layers.spans, strict=True):
-        for index in indices:
-            dtype = _exact_dtype(layers.layer(index).dtype)
-            for side, x in layers.held(index).items():
-                tensors[f"exact.{index}.{side}"] = _bytes(codec.exact_bytes(span.exact(x[0]).to(dtype)))
+    dtype = _exact_dtype(own[0].dtype)
+    for group, span in enumerate(layers.spans):
+        for side in SIDES:
+            exact = [layers.held(i)[side][0, :, : span.start - span.first] for i in layers.groups[group]]
+            tensors[f"exact.{group}.{side}"] = _bytes(codec.exact_bytes(torch.cat(exact).to(dtype)))
     for group, side in layers.sides():
-        basis, span = bases[group, side], layers.spans[group]
-        x, analysis = layers.vectors(group, side), basis.analysis()
-        for page, first, last in span.pages():
-            y = basis.components(x[first - span.start : last - span.start], analysis)
-            tensors[f"pages.{group}.{side}.{page}"] = _bytes(streams.pack(codec.quantised(y, step)))
+        basis, span, x = bases[group, side], layers.spans[group], layers.vectors(group, side)
+        exponents = span.exponents(basis.weights(x))
+        codes = codec.quantised(codec.scaled(basis.components(x, analyses[group, side]), exponents), step)
+        pages = {n: slice(first - span.start, last - span.start) for n, (first, last) in span.pages.items()}
+        for part in PARTS:
+            some = [n for n in pages if part == _part(span, n)]
+            table, packed = codec.pack([codes[:, pages[n]] for n in some], [exponents[pages[n]] for n in some])
+            tensors[f"tables.{group}.{side}.{part}"] = _bytes(table)
+            tensors |= {f"pages.{group}.{side}.{n}": _bytes(page) for n, page in zip(some, packed, strict=True)}
         if digest is None:
             kept = basis._asdict()
             tensors |= {f"bases.{group}.{side}.{name}": kept[name].contiguous() for name in specs(1)}
@@ -150,7 +108,7 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
 
 
 def _chosen(cache: ModelCache, about: dict[str, Any], rate: float) -> tuple[str, Layers, Bases, str | None, float]:
-    """Return the kind of the bases, the groups, the bases, the digest of their calibration, and the step."""
+    """Return the kind of the bases, the groups, the bases, the digest of their calibration, and the codes' bits."""
     tokens = about["cache"]["tokens"]
 
     def grouped(size: int) -> Layers:
@@ -161,20 +119,19 @@ def _chosen(cache: ModelCache, about: dict[str, Any], rate: float) -> tuple[str,
             layers.spans.append(Span.of(store.num_evicted, tokens))
         return layers
 
-    layers = grouped(GROUP)
-    bits = rate * sum(layers.spans[g].coded * layers.widths[s] * len(layers.groups[g]) for g, s in layers.sides())
     found = find_bases(about["model"], cache.config)
+    layers = grouped(OWN_NUMBERS if found is None else found.numbers)
+    bits = rate * sum(layers.spans[g].coded * layers.numbers(g, s) for g, s in layers.sides())
     if found is not None:
-        bases, digest = found
-        return "calibration", layers, bases, digest, _step(layers, bases, bits)
+        return "calibration", layers, found.bases, found.digest, bits
     best: tuple[float, str, Layers, Bases] | None = None
     # a row of a basis over n numbers has n bytes, and saves about a bit of two per token: four tokens per number pay
-    pays = all(layers.spans[g].coded >= 4 * layers.widths[side] * len(layers.groups[g]) for g, side in layers.sides())
+    pays = all(layers.spans[g].coded >= 4 * layers.numbers(g, side) for g, side in layers.sides())
     for kind in ("prompt", "layer") if pays else ("layer",):
-        layers = grouped(GROUPED[kind])
+        layers = grouped(OWN[kind])
         bases = {where: _own_basis(layers, *where) for where in layers.sides()}
         if not bases:
-            return kind, layers, bases, None, 1.0
+            return kind, layers, bases, None, bits
         parts = [(basis.variance, layers.spans[g].coded) for (g, _), basis in bases.items()]
 
         def tables(at: float, bases: Bases = bases) -> float:
@@ -187,8 +144,7 @@ def _chosen(cache: ModelCache, about: dict[str, Any], rate: float) -> tuple[str,
             best = error, kind, layers, kept
     assert best is not None
     _, kind, layers, bases = best
-    left = bits - 8 * sum(basis.nbytes for basis in bases.values())
-    return kind, layers, bases, None, _step(layers, bases, left)
+    return kind, layers, bases, None, bits - 8 * sum(basis.nbytes for basis in bases.values())
 
 
 def _own_basis(layers: Layers, group: int, side: Side) -> Basis:
@@ -198,13 +154,24 @@ def _own_basis(layers: Layers, group: int, side: Side) -> Basis:
     return fitted(sums, metric)
 
 
-def _step(layers: Layers, bases: Bases, bits: float) -> float:
+def _step(layers: Layers, bases: Bases, analyses: dict[tuple[int, Side], Tensor], bits: float) -> float:
+    """Return the step with which the codes have so many bits."""
     parts = []
     for group, side in layers.sides():
-        span, basis = layers.spans[group], bases[group, side]
-        y = basis.components(layers.vectors(group, side)[codec.sample(span)], basis.analysis())
-        parts.append((y, span.coded))
+        span, basis, x = layers.spans[group], bases[group, side], layers.vectors(group, side)
+        exponents = span.exponents(basis.weights(x))
+        recent = max(0, span.coded - codec.LAST)
+        for first, last in ((0, recent), (recent, span.coded)):
+            if first < last:
+                some = first + codec.sample(last - first)
+                y = basis.components(x[some], analyses[group, side])
+                parts.append((codec.scaled(y, exponents[some]), last - first))
     return codec.step_for(parts, bits)
+
+
+def _part(span: Span, page: int) -> str:
+    """Return the part that a page is in, see `PARTS`."""
+    return PARTS[span.pages[page][1] == span.last]
 
 
 def _exact_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -217,7 +184,7 @@ def _bytes(data: bytes) -> Tensor:
 
 STORED = {
     "rate": number,
-    "bases": one_of(*GROUPED),
+    "bases": one_of("calibration", *OWN),
     "calibration": optional(text),
     "step": number,
     "firsts": each(whole()),
@@ -241,30 +208,31 @@ class StoredFile:
         require(said["batch"] == 1, "batch", "must be 1")
         require(stored["step"] > 0, "storage.step", "must be more than 0")
         self.step, self.dtype, self.tensors = stored["step"], FLOATS[stored["dtype"]], tensors
-        self.digest = stored["calibration"]
+        self.digest, self.config = stored["calibration"], cache.config
         own = stored["bases"] != "calibration"
         require(own == (self.digest is None), "storage.calibration", "does not fit storage.bases")
-        layers = Layers(cache, tokens, GROUPED[stored["bases"]])
+        found = None if own else self._found(said)
+        layers = Layers(cache, tokens, OWN[stored["bases"]] if found is None else found.numbers)
         each(whole(0, tokens - 1), len(layers.groups))(stored["firsts"], "storage.firsts")
         layers.spans = [Span.of(first, tokens) for first in stored["firsts"]]
         self.layers = layers
         for first, window in zip(stored["firsts"], layers.windows, strict=True):
             latest = 0 if window is None else max(0, tokens - window + 1)
             require(first <= latest, "storage.firsts", f"has {first}, and must have at most {latest}")
-        self.bases = self._bases(said)
+        self.bases = self._own_bases() if found is None else found.bases
 
     def check_names(self) -> None:
         """Raise UserError unless the tensors are those of a whole file."""
         layers, wanted = self.layers, {"ids"} & self.tensors.keys()
         # a forged number of tokens must not make millions of names, or tensors of tokens that no page holds
-        pages = sum(2 * len(span.page_numbers()) for span in layers.spans)
+        pages = sum(2 * (span.coded // codec.PAGE) for span in layers.spans)
         context = longest_context(layers.cache.config) or MOST
         fits = pages <= len(self.tensors) and (None in layers.windows or layers.tokens <= context)
         require(fits, "cache.tokens", "is more than the pages hold")
-        for indices in layers.groups:
-            wanted |= {f"exact.{index}.{side}" for index in indices for side in SIDES}
+        wanted |= {f"exact.{group}.{side}" for group in range(len(layers.groups)) for side in SIDES}
         for group, side in layers.sides():
-            wanted |= {f"pages.{group}.{side}.{page}" for page, _, _ in layers.spans[group].pages()}
+            wanted |= {f"pages.{group}.{side}.{n}" for n in layers.spans[group].pages}
+            wanted |= {f"tables.{group}.{side}.{part}" for part in PARTS}
             if self.digest is None:
                 wanted |= {f"bases.{group}.{side}.{name}" for name in specs(1)}
         require(self.tensors.keys() == wanted, "tensors", "are not those of a storage file with so many tokens")
@@ -279,23 +247,27 @@ class StoredFile:
         tensor(torch.uint8, None)(self.tensors[name], name)
         return self.tensors[name].numpy().tobytes()
 
-    def _bases(self, said: Mapping[str, Any]) -> Bases:
-        if self.digest is not None:
-            found = find_bases(said["model"], self.layers.cache.config)
-            if found is None or found[1] != self.digest:
-                has = "this machine has none" if found is None else f"that of this machine is {found[1]}"
-                raise UserError(
-                    f"it needs the model's storage calibration {self.digest}, and {has}: copy it from where "
-                    "the file was made, or build the file again"
-                )
-            return found[0]
+    def _found(self, said: Mapping[str, Any]) -> Fitted:
+        """Return the calibration's bases."""
+        found = find_bases(said["model"], self.config)
+        if found is None or found.digest != self.digest:
+            has = "this machine has none" if found is None else f"that of this machine is {found.digest}"
+            raise UserError(
+                f"it needs the model's storage calibration {self.digest}, and {has}: copy it from where "
+                "the file was made, or build the file again"
+            )
+        return found
+
+    def _own_bases(self) -> Bases:
+        """Return the bases that the file holds."""
         bases = {}
         for group, side in self.layers.sides():
             held = {name: self.tensors.get(f"bases.{group}.{side}.{name}") for name in specs(1)}
-            n = self.layers.widths[side] * len(self.layers.groups[group])
+            n = self.layers.numbers(group, side)
             for name, spec in specs(n).items():
                 of_spec(spec)(held[name], f"bases.{group}.{side}.{name}")
-            basis = Basis(**held, variance=torch.empty(0), metric=torch.empty(0))  # type: ignore[arg-type]
+            unused = dict.fromkeys(("variance", "metric", "weight"), torch.empty(0))
+            basis = Basis(**held, **unused)  # type: ignore[arg-type]
             fits = len(basis.rows) == len(basis.scale)
             require(fits, f"bases.{group}.{side}", "has other numbers of rows and scales")
             bases[group, side] = basis
@@ -307,63 +279,69 @@ class StoredFile:
         Raises:
             UserError: bytes are not those of tokens.
         """
-        layers = self.layers
-        for group, (indices, span) in enumerate(zip(layers.groups, layers.spans, strict=True)):
-            pages = {side: self.pages(group, side) for side in SIDES} if span.coded else {}
+        for group, (indices, span) in enumerate(zip(self.layers.groups, self.layers.spans, strict=True)):
+            exact = {side: self._exact(group, side) for side in SIDES}
+            pages = {side: [self._page(group, side, n) for n in span.pages] for side in SIDES}
             for place, index in enumerate(indices):
-                keys, values = (self._tokens(index, place, side, span, pages.get(side)) for side in SIDES)
+                keys, values = (self._tokens(group, place, side, exact[side][place], pages[side]) for side in SIDES)
                 yield index, keys, values
-
-    def pages(self, group: int, side: Side, only: int | None = None) -> Pages:
-        """Return the codes of one side of a group, of all pages or of one."""
-        data = [
-            (self._named(f"pages.{group}.{side}.{page}"), last - first)
-            for page, first, last in self.layers.spans[group].pages()
-            if only in (None, page)
-        ]
-        try:
-            return Pages.of(self.bases[group, side], self.step, data)
-        except UserError as error:
-            raise UserError(f"pages.{group}.{side} {error}") from error
+            del exact, pages, keys, values  # before those of the next group
 
     def page(self, number: int) -> dict[int, tuple[Tensor, Tensor]]:
-        """Return keys and values [1, H, n, D] of a page's coded tokens, by layer. No other page is read."""
+        """Return keys and values [1, H, n, D] of a page's tokens, by layer. No other page is read."""
         found = {}
-        for group, indices in enumerate(self.layers.groups):
-            for page, first, last in self.layers.spans[group].pages():
-                if page == number:
-                    codes = {side: self.pages(group, side, number) for side in SIDES}
-                    for place, index in enumerate(indices):
-                        keys, values = (next(self._decoded(index, place, s, codes[s], first)) for s in SIDES)
-                        found[index] = keys, values
-                    assert keys.shape[2] == last - first
+        for group, (indices, span) in enumerate(zip(self.layers.groups, self.layers.spans, strict=True)):
+            if number in span.pages:
+                pages = {side: self._page(group, side, number) for side in SIDES}
+                for place, index in enumerate(indices):
+                    keys, values = (
+                        self._decoded(group, place, side, [pages[side]], span.pages[number][0]) for side in SIDES
+                    )
+                    found[index] = next(keys), next(values)
         return found
 
-    def _tokens(self, index: int, place: int, side: Side, span: Span, pages: Pages | None) -> Tensor:
-        """Return one side [1, H, T, D] of a layer, which is at `place` in its group."""
-        name, D = f"exact.{index}.{side}", self.layers.dims[side]
-        H, kept = self.layers.widths[side] // D, span.last - span.first - span.coded
+    def _page(self, group: int, side: Side, number: int) -> Page:
+        """Return a page of one side of a group."""
+        span, basis = self.layers.spans[group], self.bases[group, side]
+        table = self._named(f"tables.{group}.{side}.{_part(span, number)}")
+        name, (first, last) = f"pages.{group}.{side}.{number}", span.pages[number]
         try:
-            exact = codec.exact_tensor(self._named(name), (H, kept, D), _exact_dtype(self.dtype))
+            return Page.of(table, self._named(name), len(basis.rows), last - first, self.step)
         except UserError as error:
             raise UserError(f"{name} {error}") from error
+
+    def _exact(self, group: int, side: Side) -> Tensor:
+        """Return the exact tokens [layers, H, n, D] of one side of a group."""
+        name, D, span = f"exact.{group}.{side}", self.layers.dims[side], self.layers.spans[group]
+        shape = len(self.layers.groups[group]), self.layers.widths[side] // D, span.start - span.first, D
+        try:
+            return codec.exact_tensor(self._named(name), shape, _exact_dtype(self.dtype))
+        except UserError as error:
+            raise UserError(f"{name} {error}") from error
+
+    def _tokens(self, group: int, place: int, side: Side, exact: Tensor, pages: Sequence[Page]) -> Tensor:
+        """Return one side [1, H, T, D] of the layer that is at `place` in its group."""
+        span, (H, _, D) = self.layers.spans[group], exact.shape
         out = torch.zeros((1, H, span.last, D), dtype=self.dtype)
-        before, at = span.start - span.first, span.start
-        out[0, :, span.first : span.start] = exact[:, :before].to(self.dtype)
-        out[0, :, span.stop :] = exact[:, before:].to(self.dtype)
-        for x in () if pages is None else self._decoded(index, place, side, pages, at):
+        out[0, :, span.first : span.start], at = exact.to(self.dtype), span.start
+        for x in self._decoded(group, place, side, pages, at):
             out[:, :, at : at + x.shape[2]] = x
             at += x.shape[2]
         return out
 
-    def _decoded(self, index: int, place: int, side: Side, pages: Pages, at: int) -> Iterator[Tensor]:
-        """Yield the coded tokens [1, H, n, D] of each page. at: position of the first one."""
-        width, D = self.layers.widths[side], self.layers.dims[side]
-        rope = self.layers.cache.ropes.known(index) or NO_ROPE
-        for flat in pages.vectors(place * width, (place + 1) * width):
+    def _decoded(self, group: int, place: int, side: Side, pages: Sequence[Page], at: int) -> Iterator[Tensor]:
+        """Yield the tokens [1, H, n, D] of each page. at: position of the first one."""
+        layers, width, D = self.layers, self.layers.widths[side], self.layers.dims[side]
+        index, numbers = layers.groups[group][place], (place * width, (place + 1) * width)
+        rope = layers.cache.ropes.known(index) or NO_ROPE
+        if not pages:
+            return
+        rows = self.bases[group, side].matrix(max(page.components for page in pages), *numbers)
+        for page in pages:
+            flat = page.vectors(self.bases[group, side], rows, *numbers)
             x = flat.unflatten(1, (-1, D)).transpose(0, 1)[None]
             if side == "keys":
-                x = rope.apply(x, *self.layers.cos_sin(index, at, len(flat)))
+                x = rope.apply(x, *layers.cos_sin(index, at, len(flat)))
             at += len(flat)
             yield x.to(self.dtype)
 
@@ -383,3 +361,5 @@ def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tenso
             layer.append(keys, values)
         except CacheError as error:
             raise UserError(str(error)) from error
+        del keys, values
+        malloc_trim()  # else freed tokens of each layer stay resident between the packed ones

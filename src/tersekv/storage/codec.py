@@ -8,62 +8,85 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from tersekv.errors import UserError
 from tersekv.storage import streams
 from tersekv.storage.basis import Basis
 
 PAGE = 256
-"""Tokens of a page. Pages begin at multiples of it."""
+"""Tokens of a page. Pages begin at multiples of it, and the last tokens are a page of their own."""
 
-FIRST, LAST = 4, 128
-"""First and last tokens that are stored exactly: attention sinks and the recent window."""
+FIRST = 4
+"""First tokens that are stored exactly: attention sinks."""
+
+LAST, FINER = 128, 2.0
+"""Number of last tokens, the recent window, and the octaves by which their steps are finer."""
+
+FADE = 1.5
+"""Octaves by which the steps of the tokens before the recent window are finer, at its edge; 0 at 16 windows."""
+
+WEIGHED = 1.5
+"""Most octaves by which a token's weight makes its step finer or coarser."""
+
+PER_OCTAVE = 4
+"""Steps of tokens are powers of 2^(1/4) times the step of a file."""
 
 SAMPLE = 512
 """Tokens that the step is chosen on."""
 
-MOST_CODE = 2**15 - 1
+MOST_CODE, MOST_EXPONENT = 2**15 - 1, 64
 
 
 class Span(NamedTuple):
-    """Tokens of a group's layers: first to last are held, start to stop of them are coded, others exact."""
+    """Tokens of a group's layers: first to last are held, start to last of them are coded, others exact."""
 
     first: int
     start: int
-    stop: int
     last: int
 
     @staticmethod
     def of(first: int, last: int) -> Span:
         """Return the span of tokens first to last of a sequence of `last` tokens."""
-        start, stop = max(first, FIRST), max(last - LAST, 0)
-        return Span(first, start, stop, last) if start < stop else Span(first, last, last, last)
+        start = max(first, FIRST)
+        return Span(first, start if start < last - LAST else last, last)
 
     @property
     def coded(self) -> int:
         """Number of coded tokens."""
-        return self.stop - self.start
+        return self.last - self.start
 
-    def page_numbers(self) -> range:
-        """Return the numbers of the pages with coded tokens."""
-        return range(self.start // PAGE, -(-self.stop // PAGE) if self.coded else 0)
+    @property
+    def pages(self) -> dict[int, tuple[int, int]]:
+        """First and last coded token of each page, by its number in the sequence. The last page has the last tokens."""
+        recent = max(self.last - LAST, 0)
+        cuts = [*range(0, recent, PAGE), recent, self.last]
+        ends = {n: (max(self.start, first), last) for n, (first, last) in enumerate(itertools.pairwise(cuts))}
+        return {n: (first, last) for n, (first, last) in ends.items() if first < last}
 
-    def pages(self) -> Iterator[tuple[int, int, int]]:
-        """Yield number, first and last token of each page with coded tokens."""
-        for page in self.page_numbers():
-            yield page, max(self.start, page * PAGE), min(self.stop, (page + 1) * PAGE)
+    def exponents(self, weights: Tensor) -> Tensor:
+        """Return int16 [coded]: the steps of coded tokens are 2^(−exponent / PER_OCTAVE) times a file's step.
 
-    def exact(self, x: Tensor) -> Tensor:
-        """Return the exact tokens of x [H, tokens held, D]."""
-        return torch.cat([x[:, : self.start - self.first], x[:, self.stop - self.first :]], dim=1)
+        weights: float32 [coded], log2 of the weight of each token's errors. A weight four times as large
+        halves the step. Later tokens read recent tokens more than others.
+        """
+        ago = torch.arange(self.coded, 0, -1)
+        recent = (FADE * (1 - (ago / LAST).log2() / 4)).clamp_min(0)
+        octaves = recent + ((weights - weights.mean()) / 2).clamp(-WEIGHED, WEIGHED)
+        return (PER_OCTAVE * torch.where(ago > LAST, octaves, FINER)).round().to(torch.int16)
+
+
+def scaled(y: Tensor, exponents: Tensor) -> Tensor:
+    """Return components [k, T] in units of their token's step, relative to a file's."""
+    return y * (exponents / PER_OCTAVE).exp2()
 
 
 def quantised(y: Tensor, step: float) -> Tensor:
-    """Return codes int16 of components."""
+    """Return codes int16 of scaled components."""
     return (y / step).round().clamp(-MOST_CODE, MOST_CODE).to(torch.int16)
 
 
@@ -86,7 +109,7 @@ def level(parts: Sequence[tuple[Tensor, int]], bits: float, table_bits: Callable
 def step_for(parts: Sequence[tuple[Tensor, int]], bits: float) -> float:
     """Return the step with which all components have so many bits, by their entropy in bands.
 
-    parts: components [k, sample] of each basis, and the number of tokens that they stand for.
+    parts: scaled components [k, sample], and the number of tokens that they stand for.
     """
     largest = max((float(y.abs().max()) for y, _ in parts), default=0.0)
     if not largest:
@@ -112,36 +135,58 @@ def _bits(codes: Tensor) -> float:
     return float(-(counts * p.clamp_min(1e-300).log2()).sum())
 
 
-def sample(span: Span) -> Tensor:
-    """Return the places, among the coded tokens, of those that a step is chosen on."""
-    return torch.linspace(0, span.coded - 1, min(SAMPLE, span.coded)).long()
+def sample(tokens: int) -> Tensor:
+    """Return the places of those of so many tokens that a step is chosen on."""
+    return torch.linspace(0, tokens - 1, min(SAMPLE, tokens)).long()
 
 
-class Pages(NamedTuple):
-    """Codes [k, tokens] of consecutive pages of one side of a group, in the smallest type that fits."""
+def pack(codes: Sequence[Tensor], exponents: Sequence[Tensor]) -> tuple[bytes, list[bytes]]:
+    """Return the bytes of a table and of each of some pages: codes int16 [k, tokens], exponents int16 [tokens]."""
+    return streams.pack([(e[None], q) for q, e in zip(codes, exponents, strict=True)])
 
-    basis: Basis
-    step: float
+
+class Page(NamedTuple):
+    """Codes [k, tokens] of a page of one side of a group, and the steps of its tokens, float32 [tokens].
+
+    codes: in bands, each in the smallest type that fits, because the first ones have much larger codes.
+    """
+
     codes: list[Tensor]
+    steps: Tensor
 
     @staticmethod
-    def of(basis: Basis, step: float, pages: Sequence[tuple[bytes, int]]) -> Pages:
-        """Return the codes of pages: their bytes and tokens.
+    def of(table: bytes, page: bytes, components: int, tokens: int, step: float) -> Page:
+        """Return a page of `pack`. components: at most so many. step: of the file.
 
         Raises:
             UserError: bytes are not those of a page.
         """
-        codes = []
-        for data, tokens in pages:
-            page = streams.unpack(data, len(basis.rows), tokens)
-            small = not page.numel() or int(page.abs().max()) < 128
-            codes.append(page.to(torch.int8) if small else page)
-        return Pages(basis, step, codes)
+        exponents, codes = streams.unpack(table, page, (1, components), tokens)
+        if int(exponents.abs().max()) > MOST_EXPONENT:
+            raise UserError("has exponents that are not possible")
+        most = [int(band.abs().max()) for band in _bands(codes)]
+        while most and not most[-1]:  # other pages have codes of these components
+            most.pop()
+        bands = zip(_bands(codes), most, strict=False)
+        kept = [band.to(torch.int8) if high < 128 else band.clone() for band, high in bands]
+        return Page(kept, step * (-exponents[0] / PER_OCTAVE).exp2())
 
-    def vectors(self, first: int, last: int) -> Iterator[Tensor]:
-        """Yield numbers first to last of the vectors of each page, float32 [tokens, last − first]."""
-        for page in self.codes:
-            yield self.basis.head(len(page)).vectors(page.float() * self.step, first, last)
+    @property
+    def components(self) -> int:
+        """Number of components with codes."""
+        return sum(map(len, self.codes))
+
+    def vectors(self, basis: Basis, rows: Tensor, first: int, last: int) -> Tensor:
+        """Return numbers first to last of the vectors, float32 [tokens, last − first].
+
+        rows: of the basis, see `Basis.matrix`.
+        """
+        codes = torch.cat([band.to(rows.dtype) for band in self.codes] or [rows.new_zeros((0, len(self.steps)))])
+        return basis.mean[first:last].float() + self.steps[:, None] * (codes.T @ rows[: len(codes)])
+
+
+def _bands(codes: Tensor) -> Sequence[Tensor]:
+    return codes.split(streams.BAND) if len(codes) else ()
 
 
 def exact_bytes(x: Tensor) -> bytes:

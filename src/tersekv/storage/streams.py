@@ -1,17 +1,19 @@
-"""Entropy coding of a page's codes: bands of components, each one stream of its own.
+"""Entropy coding of codes in pages: bands of components with one table each, which all pages share.
+
+A table, and a page that is read with it:
 
     4 bytes             number of bands, little-endian; later components are 0
-    4 bytes per band    length of its stream; the highest bit is set for pcodec
-    streams             zstd of int8 or int16 numbers, or pcodec of int16 numbers; nothing if all are 0
+    2 bytes per band    length of its part
+    parts               pcodec's header and metadata of the band, or its numbers of this page; nothing if all are 0
 
 Components of a band have nearly one distribution, because components come in the order of their
-variance. zstd costs 2 to 4 % more than the entropy above 2 bits per code and is the fastest to
-read; below, its whole bits per symbol cost too much, and pcodec reaches the entropy.
+variance. pcodec reaches a table's entropy at any rate; zstd needs whole bits per symbol.
 """
 
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -22,55 +24,50 @@ from tersekv.errors import UserError
 from tersekv.extras import require
 
 BAND = 32
-"""Components of a stream. With 256 tokens it has 8,192 codes, which pay for a stream's own table."""
-
-ZSTD_BITS = 2.0
-"""Entropy in bits per code from which zstd is used."""
+"""Components of a band. A page has 8,192 codes of it, which pay for the state of a coder."""
 
 ZSTD_LEVEL, PCODEC_LEVEL = 3, 8
-PCODEC = 1 << 31
 
 
-def entropy(codes: Tensor) -> float:
-    """Return the entropy of integer codes in bits per code."""
-    counts = torch.unique(codes, return_counts=True)[1].double()
-    p = counts / counts.sum()
-    return float(-(p * p.log2()).sum())
+def pack(pages: Sequence[Sequence[Tensor]]) -> tuple[bytes, list[bytes]]:
+    """Return the bytes of a table, and those of each page.
 
-
-def pack(codes: Tensor) -> bytes:
-    """Return the bytes of a page's codes int16 [components, tokens]."""
+    pages: tensors int16 [components, tokens] of each page, each of which begins a band.
+    """
     require_packages("a storage file")
-    parts = [_packed(band) for band in codes.split(BAND)]
+    parts = [_packed(band) for band in zip(*([b for x in page for b in x.split(BAND)] for page in pages), strict=True)]
     while parts and not parts[-1][0]:
         parts.pop()
-    heads = [len(data) | (PCODEC if pcodec else 0) for data, pcodec in parts]
-    return struct.pack(f"<{len(heads) + 1}I", len(heads), *heads) + b"".join(data for data, _ in parts)
+    return _joined([table for table, _ in parts]), [_joined(page) for page in zip(*(p for _, p in parts), strict=True)]
 
 
-def unpack(data: bytes, components: int, tokens: int) -> Tensor:
-    """Return the codes int16 [k, tokens] of `pack`, without last components that are 0.
+def unpack(table: bytes, page: bytes, parts: Sequence[int], tokens: int) -> list[Tensor]:
+    """Return the tensors int16 [k, tokens] of a page of `pack`, the last one without components that are 0.
 
-    components: at most so many.
+    parts: components of each tensor, of the last one at most so many.
 
     Raises:
-        UserError: the bytes are not those of such codes.
+        UserError: the bytes are not those of such a page.
     """
-    bands = struct.unpack("<I", data[:4])[0] if len(data) >= 4 else 0
-    at, most = 4 + 4 * bands, -(-components // BAND)
-    if bands > most or len(data) < at:
-        raise UserError(f"has {len(data)} bytes and {bands} streams, and at most {most} are possible")
-    out = np.zeros((min(components, bands * BAND), tokens), dtype=np.int16)
-    for i, head in enumerate(struct.unpack(f"<{bands}I", data[4:at])):
-        end = at + (head & ~PCODEC)
-        if end > len(data):
-            raise UserError(f"has {len(data)} bytes, and its stream {i} ends at {end}")
-        if end > at:
-            _unpack(data[at:end], bool(head & PCODEC), out[i * BAND : (i + 1) * BAND].reshape(-1))
-        at = end
-    if at != len(data):
-        raise UserError(f"has {len(data)} bytes, and its streams end at {at}")
-    return torch.from_numpy(out)
+    rows = [min(BAND, n - first) for n in parts for first in range(0, n, BAND)]
+    metas, pages = _split(table, len(rows)), _split(page, len(rows))
+    if len(metas) != len(pages):
+        raise UserError(f"has {len(pages)} streams, and its table has {len(metas)}")
+    out = np.zeros((sum(rows[: len(metas)]), tokens), dtype=np.int16)
+    at = 0
+    for meta, data, height in zip(metas, pages, rows, strict=False):
+        if meta:
+            _unpack(meta, data, out[at : at + height].reshape(-1))
+        elif data:
+            raise UserError("has a stream without a table")
+        at += height
+    codes, found = torch.from_numpy(out), []
+    for n in parts:
+        found.append(codes[:n])
+        codes = codes[n:]
+    if any(len(x) < n for x, n in zip(found[:-1], parts, strict=False)):
+        raise UserError(f"has {len(metas)} streams, and more are needed")
+    return found
 
 
 def pack_bytes(data: bytes) -> bytes:
@@ -86,7 +83,15 @@ def unpack_bytes(data: bytes, size: int) -> bytes:
     Raises:
         UserError: the bytes are not those of so many.
     """
-    return _planes(_zstd(data, size), size // 2)
+    import zstandard
+
+    try:
+        found = zstandard.frame_content_size(data)
+        if found == size:  # a larger one is not allocated
+            return _planes(zstandard.ZstdDecompressor().decompress(data), size // 2)
+    except zstandard.ZstdError as error:
+        raise UserError("has a stream that zstd cannot read") from error
+    raise UserError(f"has a stream of {found} bytes in place of {size}")
 
 
 def require_packages(what: str) -> None:
@@ -95,52 +100,52 @@ def require_packages(what: str) -> None:
         require(what, package)
 
 
+def _joined(parts: Sequence[bytes]) -> bytes:
+    return struct.pack(f"<I{len(parts)}H", len(parts), *map(len, parts)) + b"".join(parts)
+
+
+def _split(data: bytes, most: int) -> list[bytes]:
+    """Return the parts of `_joined`, at most so many."""
+    n = struct.unpack("<I", data[:4])[0] if len(data) >= 4 else 0
+    at = 4 + 2 * n
+    if n > most or len(data) < at:
+        raise UserError(f"has {len(data)} bytes and {n} streams, and at most {most} are possible")
+    ends = at + np.cumsum(np.frombuffer(data, dtype="<u2", count=n, offset=4), dtype=np.int64)
+    if (ends[-1] if n else at) != len(data):
+        raise UserError(f"has {len(data)} bytes, and its streams end at {ends[-1] if n else at}")
+    return [data[begin:end] for begin, end in zip([at, *ends[:-1]], ends, strict=False)]
+
+
 def _planes(data: bytes, columns: int) -> bytes:
     """Return the bytes of a matrix with so many columns, column by column."""
     return np.frombuffer(data, dtype=np.uint8).reshape(-1, columns).T.tobytes() if data else b""
 
 
-def _packed(band: Tensor) -> tuple[bytes, bool]:
-    """Return the stream of some codes, and True if it is pcodec's."""
-    import zstandard
-    from pcodec import ChunkConfig, standalone
+def _packed(band: Sequence[Tensor]) -> tuple[bytes, list[bytes]]:
+    """Return the table of a band's codes, and their bytes of each page."""
+    from pcodec import ChunkConfig, DeltaSpec, ModeSpec, PagingSpec, wrapped
 
-    if not bool(band.any()):
-        return b"", False
-    small = int(band.abs().max()) < 128
-    numbers: Any = band.contiguous().reshape(-1).numpy()
-    if entropy(band) > ZSTD_BITS:
-        data = (band.to(torch.int8) if small else band).contiguous().numpy().tobytes()
-        return zstandard.ZstdCompressor(level=ZSTD_LEVEL).compress(data), False
-    return bytes(standalone.simple_compress(numbers, ChunkConfig(compression_level=PCODEC_LEVEL))), True
+    if not any(bool(codes.any()) for codes in band):
+        return b"", [b""] * len(band)
+    numbers = torch.cat([codes.flatten() for codes in band]).numpy()
+    pages = PagingSpec.exact_page_sizes([codes.numel() for codes in band])
+    config = ChunkConfig(PCODEC_LEVEL, ModeSpec.classic(), DeltaSpec.no_op(), pages)
+    file = wrapped.FileCompressor()
+    chunk = file.chunk_compressor(numbers, config)
+    return bytes(file.write_header() + chunk.write_meta()), [bytes(chunk.write_page(i)) for i in range(len(band))]
 
 
-def _unpack(data: bytes, pcodec: bool, out: Any) -> None:
-    """Decode one stream into int16 numbers."""
-    if not pcodec:
-        found = _zstd(data, len(out), 2 * len(out))
-        out[:] = np.frombuffer(found, dtype=np.int8 if len(found) == len(out) else np.int16)
-        return
-    from pcodec import standalone
+def _unpack(table: bytes, data: bytes, out: Any) -> None:
+    """Decode a band's codes of a page."""
+    from pcodec import wrapped
 
     try:
-        progress = standalone.simple_decompress_into(data, out)
+        file, header = wrapped.FileDecompressor.new(table)
+        chunk, used = file.chunk_decompressor(table[header:], "i16")
+        progress, read = chunk.read_page_into(data, len(out), out)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library is no Exception
         raise UserError("has a stream that pcodec cannot read") from error
-    if progress.n_processed != len(out) or not progress.finished:
+    if progress.n_processed != len(out) or not progress.finished or header + used != len(table) or read != len(data):
         raise UserError(f"has a stream of other than {len(out)} codes")
-
-
-def _zstd(data: bytes, *sizes: int) -> bytes:
-    """Return what zstd compressed, if it has one of these sizes. A larger one is not allocated."""
-    import zstandard
-
-    try:
-        size = zstandard.frame_content_size(data)
-        if size in sizes:
-            return bytes(zstandard.ZstdDecompressor().decompress(data))
-    except zstandard.ZstdError as error:
-        raise UserError("has a stream that zstd cannot read") from error
-    raise UserError(f"has a stream of {size} bytes in place of {' or '.join(map(str, sizes))}")
