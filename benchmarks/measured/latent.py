@@ -76,6 +76,7 @@ def page() -> Page:
     first, trained = rows(SPEED)[0], {row["model"]: row for row in rows(DIVERGENCE)}
     windows = len({row["window"] for row in rows(DIVERGENCE)})
     losses = ", ".join(f"{row['train_loss']:.2f} nats per byte ({name})" for name, row in trained.items())
+    data = next(iter(trained.values()))["trained"]
     command = "python benchmarks/latent.py {} --out FILE"
     return Page(
         "Latent attention",
@@ -100,8 +101,9 @@ def page() -> Page:
             ),
             Section(
                 "Divergence",
-                f"KL divergence in millionths of a nat at true bits per number, {windows} windows of 1,024 bytes and 256 "
-                f"scored ones of wikitext-2's test text. Models of three layers, trained for {next(iter(trained.values()))['trained']}: {losses}. They are weak models: use the "
+                f"KL divergence in millionths of a nat at true bits per number, {windows} windows of 1,024 bytes and "
+                f"256 scored ones of wikitext-2's test text. Models of three layers, trained for {data}: {losses}. "
+                "They are weak models: use the "
                 "order of codecs, not the figures. `fp8` has one scale per token, `fp4` scales per 16 numbers "
                 "(NVFP4), both on all tokens; recipes keep the first 4 and the last 128 exact, which is a part of "
                 "their bits at this length. `tersekv estimate --model deepseek-v2-lite` tells those of longer ones.",
