@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM
 import tersekv
 from conftest import prompt
 from tersekv import cli
+from tersekv.attention.spread import in_order
+from tersekv.cache.segments import STEPS
 from tersekv.calibration import first_use
-from tersekv.calibration.attention_spread import SINKS, in_order, measure
+from tersekv.calibration.attention_spread import SINKS, measure
 from tersekv.calibration.calibration import SCORES, Calibration, Made
 from tersekv.calibration.find import calibrated_plans, default_folder, profile_place
 from tersekv.calibration.needs import attention_plans
@@ -25,7 +27,7 @@ from tersekv.models.config import cache_shape
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
 from tersekv.sizes.estimate import predict
-from tersekv.sizes.rate_allotment import STEPS, allotted
+from tersekv.sizes.rate_allotment import allotted
 from test_saved import goes_on_alike, read, singles
 
 RECIPE = "mixed:allot=model,recent=20+trellis:bits=2,calibration=prompt"
@@ -131,9 +133,10 @@ def test_exact_layers_and_layers_without_a_measurement_keep_their_plan(llama):
     ("recipe", "message"),
     [
         ("mixed:allot=model,budget=0.3+trellis:bits=2", "allot=model chooses budget and rest"),
-        ("mixed:allot=model,rest=1+trellis:bits=2", "leave these options out"),
-        ("mixed:allot=both+trellis:bits=2", "allot=both is not allowed; choose one of layer, model"),
+        ("mixed:allot=prompt,rest=1+trellis:bits=2", "allot=prompt chooses .* leave these options out"),
+        ("mixed:allot=both+trellis:bits=2", "allot=both is not allowed; choose one of layer, prompt, model"),
         ("mixed:allot=model+qjl", "allot=model is not available: .* use trellis, uniform, kivi or"),
+        ("mixed:allot=prompt+qjl", "allot=prompt is not available: .* use trellis, uniform, kivi or"),
     ],
 )
 def test_wrong_options(recipe, message):

@@ -18,17 +18,22 @@ from tersekv.transforms.moments import TokenLoss
 Losses = tuple[TokenLoss | None, TokenLoss | None]
 """Losses by errors in the keys and in the values of all tokens so far."""
 
+STEPS = 32
+"""The spread of attention is known at shares of the tokens that are multiples of 1/STEPS."""
+
 
 class Observed(NamedTuple):
     """Sums over queries, which a store needs before it appends tokens. None where it needs none.
 
     votes: float32 [B, H, held + n], attention that observed queries gave to held and new tokens.
     importance: float32 [B, H, T], of the tokens in the recent window and then of the new ones.
+    spread: float32 [H, STEPS + 1], how attention spreads over ranked tokens (`attention/spread.py`).
     """
 
     votes: Tensor | None = None
     importance: Tensor | None = None
     losses: Losses | None = None
+    spread: Tensor | None = None
 
 
 UNSEEN = Observed()

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from tersekv.cache.segments import STEPS
 from tersekv.calibration import first_use
 from tersekv.calibration.calibration import SUFFIX, Calibration
 from tersekv.calibration.needs import (
@@ -30,7 +31,7 @@ from tersekv.models.config import AttentionShape, attention_layers, cache_shape,
 from tersekv.models.fingerprint import fingerprint
 from tersekv.models.loading import cache_dir
 from tersekv.recipe import LayerPlan, Recipe
-from tersekv.sizes.rate_allotment import STEPS, allotted
+from tersekv.sizes.rate_allotment import allotted
 
 log = logging.getLogger(__name__)
 
@@ -49,6 +50,7 @@ def calibrated_plans(
         UserError: the recipe needs a calibration and got none, or one made for another recipe or
             model.
     """
+    check_allotment(recipe, config)
     if not needs_corpus(recipe, config) and not needs_profile(recipe, config):
         return attention_plans(recipe, config)
     if calibration is None:
@@ -97,7 +99,7 @@ def calibration_for(
 
 
 def check_allotment(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raise UserError if no measurement can give the layers of a recipe rates of their own."""
+    """Raise UserError if the layers of a recipe cannot get rates of their own, whatever is measured."""
     if not recipe.policy().allots:
         return
     kinds, shape = attention_layers(text_config(config)), cache_shape(config)

@@ -1,8 +1,9 @@
-"""Rates of each layer under the policy `mixed` with `allot=model` (ours; docs/methods/mixed.md).
+"""Rates of each layer under `mixed` with `allot=prompt` or `allot=model` (ours; docs/methods/mixed.md).
 
 Every layer gets two rates and a share of tokens for the higher one. Let a(s) be the squared
-attention that a layer's most important share s of tokens receives later (`calibration/attention_spread.py`),
-and ε(b) the squared error of codes with b bits. A layer with bits b, rest r and share s loses
+attention that a layer's most important share s of tokens receives later, as a prompt shows it
+(`attention/spread.py`) or a measurement of the model (`calibration/attention_spread.py`), and ε(b) the
+squared error of codes with b bits. A layer with bits b, rest r and share s loses
 
     a(s)·ε(b) + (a(1) − a(s))·ε(r).
 
@@ -19,16 +20,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.cache.segments import STEPS
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
 
-STEPS = 32
-"""Shares are multiples of 1/STEPS."""
-
 CANDIDATES = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 5, 6, 8)
 """Bits that are tried. Less than 1 bit is for layers that read a few tokens only."""
+
+LEAST_ON_PROMPT = 0.75
+"""Least bits with `allot=prompt`. A prompt does not show what its last quarter never looked at, and later text may."""
 
 
 class Option(NamedTuple):
@@ -56,15 +58,20 @@ def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, in
     if len(bits) > 1 or None in bits:
         found = ", ".join(sorted("none" if b is None else f"{b:g}" for b in bits))
         raise UserError(
-            f"mixed: allot=model needs the same bits for keys and values and in all layers that are not exact, got "
+            f"{asked(own)} needs the same bits for keys and values and in all layers that are not exact, got "
             f"{found}; give one number of bits, or use allot=layer"
         )
     sizes, most = _sizes(next(iter(own.values())), dims)
     if any(_sizes(plan, dims) != (sizes, most) for plan in own.values()):
-        raise UserError("mixed: allot=model needs the same method in all layers that are not exact; use allot=layer")
+        raise UserError(f"{asked(own)} needs the same method in all layers that are not exact; use allot=layer")
     best = least_loss(spread[list(own)].double().sum(1), sizes, most)
     made = {i: with_rates(plan, rates_of(option)) for (i, plan), option in zip(own.items(), best, strict=True)}
     return dict(plans) | made
+
+
+def asked(plans: Mapping[int, LayerPlan]) -> str:
+    """Return the option that asks for rates of each layer, for messages."""
+    return f"mixed: allot={next(iter(plans.values())).policy.options()['allot']}"
 
 
 def least_loss(received: Tensor, sizes: Mapping[float, float], most: float) -> list[Option]:
@@ -129,7 +136,8 @@ def _sizes(plan: LayerPlan, dims: tuple[int, int]) -> tuple[dict[float, float], 
     """
     for codec, dim in zip((plan.keys, plan.values), dims, strict=True):
         codec.layout(dim)  # raises if the method does not serve this head dim
-    by_size = {_bytes(plan, bits, dims): bits for bits in CANDIDATES}  # of equal sizes the last one
+    least = LEAST_ON_PROMPT if plan.policy.waits else 0
+    by_size = {_bytes(plan, bits, dims): bits for bits in CANDIDATES if bits >= least}  # of equal sizes the last one
     sizes = {bits: size for size, bits in by_size.items() if size is not None}
     bits = float(getattr(plan.keys, "bits", 0))
     beside = min((size - own * sum(dims) / 8 for own, size in sizes.items()), default=0.0)  # scales, gains
@@ -137,7 +145,7 @@ def _sizes(plan: LayerPlan, dims: tuple[int, int]) -> tuple[dict[float, float], 
     if not sizes or min(sizes.values()) >= most or max(sizes.values()) <= most:
         known = ", ".join(f"{own:g}" for own in sizes) or "none"
         raise UserError(
-            f"mixed: allot=model needs rates above and below the recipe's bits={bits:g}, and this codec has {known} at "
+            f"{asked({0: plan})} needs rates above and below the recipe's bits={bits:g}, and this codec has {known} at "
             "this head dim; give other bits, or use allot=layer"
         )
     return sizes, most
