@@ -12,13 +12,12 @@ SHAPES = {
     "v2-lite": "DeepSeek-V2-Lite", "minicpm3": "MiniCPM3-4B", "v3": "DeepSeek-V3", "glm-4.7-flash": "GLM-4.7-Flash",
 }  # fmt: skip
 OWN = "transformers"
-IDEA = """![Expanded and absorbed attention](../img/latent.svg)
-
-Such a layer caches a latent c of 256 or 512 numbers and a rotated key r of 32 or 64 for each token. Head h has \
-the key [U·c, r] and the value V·c, so that q·[U·c, r] = [Uᵀ·q, q_r]·[c, r], and Σ p·V·c = V·(Σ p·c). Under \
+IDEA = """Such a layer caches a latent c of 256 or 512 numbers and a rotated key r of 32 or 64 for each token. Head h \
+has the key [U·c, r] and the value V·c, so that q·[U·c, r] = [Uᵀ·q, q_r]·[c, r], and Σ p·V·c = V·(Σ p·c). Under \
 `tersekv.compress` the query absorbs U and the output V. Attention has one KV head, whose key is [c, r] and \
 whose value is c: each token is read and decoded once for all heads. Calls of many queries, such as prompts, \
 expand the past tile by tile instead, because that needs fewer products there."""
+DRAWING = "![Expanded and absorbed attention](../img/latent.svg)"
 VLLM = """vLLM 0.32 asks a backend for the bytes of a page also for these models, so that pages of ours are possible, \
 but no backend of ours exists. Without AMX vLLM's CPU platform fixes pages of 16 tokens, half a block of ours, and \
 switches prefix caching and chunked prompts off. Its prompts over cached pages read 16-bit latents themselves."""
@@ -84,7 +83,7 @@ def page() -> Page:
         "No trained model of this kind is small enough for the machines here: shapes have random weights, and "
         "divergence is of small models that the benchmark trains. Nothing was run on a GPU.",
         (
-            Section("What is computed", "", IDEA),
+            Section("What is computed", IDEA, DRAWING),
             Section(
                 "Steps",
                 f"Milliseconds of a step of one layer with its projections, on a {cpu(first)} with "
@@ -95,8 +94,9 @@ def page() -> Page:
             ),
             Section(
                 "Prompts",
-                "A prompt read at once: median time of three, and the peak of memory above the model. Attention of "
-                "prompts is transformers' own.",
+                "A prompt read at once: median time of three, and the peak of memory above the model. Values are "
+                "padded to the width of keys for torch's fused attention, which holds no scores; transformers "
+                "takes torch's other one.",
                 by_way("prompt_ms", prompt), [SPEED], command.format("prompt --tokens 2048 --tokens 8192"),
             ),
             Section(
