@@ -14,7 +14,8 @@ import tersekv
 from conftest import prompt
 from tersekv import cli
 from tersekv.calibration import first_use
-from tersekv.calibration.attention_spread import SINKS, in_order, measure
+from tersekv.attention.spread import in_order
+from tersekv.calibration.attention_spread import SINKS, measure
 from tersekv.calibration.calibration import SCORES, Calibration, Made
 from tersekv.calibration.find import calibrated_plans, default_folder, profile_place
 from tersekv.calibration.needs import attention_plans

@@ -28,13 +28,20 @@ TILE = 128
 """Number of query rows whose weights are in memory at a time."""
 
 
-@torch.no_grad()
 def importance(store: Store, keys: Tensor, call: AttentionCall, again: int = 0) -> Tensor:
+    """Return the importance of the tokens in the tail and of new keys [B, Hkv, n, D], see `importances`."""
+    return importances(store, keys, call, again)[-1]
+
+
+@torch.no_grad()
+def importances(
+    store: Store, keys: Tensor, call: AttentionCall, again: int = 0, early: int | None = None
+) -> list[Tensor]:
     """Return the importance of the tokens in the tail and of new keys [B, Hkv, n, D].
 
     The queries are those of the call, and with few of them also those that the store has kept.
 
-    The result is float32 [B, Hkv, T]. Attention sinks of the store compete with these tokens, and
+    The results are float32 [B, Hkv, T]. Attention sinks of the store compete with these tokens, and
     tokens packed before do not. Padding has importance 0, and its queries do not count. Weights of a
     bfloat16 model are computed in bfloat16, which CPUs multiply several times faster. Sums of `TILE`
     rows are rounded to bfloat16, and added in float32.
@@ -42,6 +49,7 @@ def importance(store: Store, keys: Tensor, call: AttentionCall, again: int = 0) 
     again: number of the last keys and queries that are a second reading of the others. Then all of
         its queries are observed, where they are: the one before a token's second reading often is the
         only one that attends to the token. The result is without these keys, which compete.
+    early: number of the call's first queries. The importance that these alone give comes first then.
     """
     q, sinks = call.query.shape[2], store.sinks.keys
     key = torch.cat([sinks, store.recent.keys, keys.to(sinks.dtype)], dim=2)
@@ -65,17 +73,24 @@ def importance(store: Store, keys: Tensor, call: AttentionCall, again: int = 0) 
         counts = call.mask[:, at].gather(2, itself).float().expand(len(keys), -1, -1)  # [B, queries, 1]
         counts = torch.nn.functional.pad(counts, (0, 0, kept.shape[2], 0), value=1.0)
     total = key.new_zeros(key.shape[:3], dtype=torch.float32)
-    rows, logits = _in_turn(query, call.sink_logits, key.shape[1], every=bool(again))
+    rows, logits = rows_in_turn(query, call.sink_logits, key.shape[1], every=bool(again))
     rows, heads = rows.to(key.dtype), rows.shape[2] // query.shape[2]
     later, counts = (x if x is None else x.repeat_interleave(heads, dim=-2) for x in (later, counts))
-    for start in range(0, rows.shape[2], TILE):
-        tile = slice(start, start + TILE)
+    cut = 0 if early is None else (kept.shape[2] + int((at < first + early).sum())) * heads
+    found = []
+    for tile in (*_tiles(0, cut), *_tiles(cut, rows.shape[2])):
+        if early is not None and tile.start == cut:
+            found.append(total.clone())
         unseen = hidden if later is None else _and_later(hidden, later[tile], key.shape[2])
-        weights = _weights(rows[:, :, tile], key, call, None if logits is None else logits[:, tile], unseen)
+        weights = key_weights(rows[:, :, tile], key, call, None if logits is None else logits[:, tile], unseen)
         # a product sums rows faster than a reduction over this dimension
         counted = rows.new_ones((1, 1, 1, weights.shape[2])) if counts is None else counts[:, None, tile].mT
         total += torch.matmul(counted.to(key.dtype), weights.square_()).squeeze(2)
-    return total[:, :, sinks.shape[2] : total.shape[2] - again].sqrt()
+    return [sums[:, :, sinks.shape[2] : sums.shape[2] - again].sqrt() for sums in (*found, total)]
+
+
+def _tiles(start: int, stop: int) -> list[slice]:
+    return [slice(at, min(stop, at + TILE)) for at in range(start, stop, TILE)]
 
 
 def _and_later(hidden: Tensor | None, later: Tensor, tokens: int) -> Tensor:
@@ -87,7 +102,9 @@ def _and_later(hidden: Tensor | None, later: Tensor, tokens: int) -> Tensor:
     return whole if hidden is None else hidden | whole
 
 
-def _in_turn(query: Tensor, sink_logits: Tensor | None, kv_heads: int, every: bool) -> tuple[Tensor, Tensor | None]:
+def rows_in_turn(
+    query: Tensor, sink_logits: Tensor | None, kv_heads: int, every: bool = False
+) -> tuple[Tensor, Tensor | None]:
     """Return the rows [B, Hkv, n, D] of queries [B, Hq, n, D]: of each position one query head of the
     group, in turn. Also return the rows' sink logits [Hkv, n].
 
@@ -109,7 +126,9 @@ def moved(query: Tensor, rope: Rope | None, tokens: int) -> Tensor:
     return rope.apply(query, (cos / length)[None], (sin / length)[None])
 
 
-def _weights(rows: Tensor, keys: Tensor, call: AttentionCall, logits: Tensor | None, hidden: Tensor | None) -> Tensor:
+def key_weights(
+    rows: Tensor, keys: Tensor, call: AttentionCall, logits: Tensor | None, hidden: Tensor | None
+) -> Tensor:
     """Return softmax weights [B, Hkv, n, T] of queries [B, Hkv, n, D] over all keys.
 
     logits: sink logits [Hkv, n], or None.

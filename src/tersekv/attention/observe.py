@@ -18,6 +18,7 @@ from tersekv.attention import masks
 from tersekv.attention.importance import importance
 from tersekv.attention.prompt_loss import prompt_loss
 from tersekv.attention.read import AttentionCall, grouped
+from tersekv.attention.spread import importance_and_spread
 from tersekv.cache.segments import UNSEEN, Observed, PackedSegment
 from tersekv.cache.store import LEAST_QUERIES, Store
 from tersekv.errors import UserError
@@ -38,12 +39,17 @@ def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, aga
     n, q, both = keys.shape[2] - again, call.query.shape[2] - again, (keys, call)
     if again:
         keys, values, call = keys[:, :, :n], values[:, :, :n], call.without_last(again)
-    ranks = importance(store, *both, again) if store.ranks(n) else None
+    ranks = spread = None
+    if store.ranks(n):
+        if store.policy.allots:
+            ranks, spread = importance_and_spread(store, *both, again)
+        else:
+            ranks = importance(store, *both, again)
     losses = prompt_loss(store, keys, values, call) if q >= LEAST_QUERIES and store.observes(n) else None
     votes = _votes(store, keys, call) if store.by_head and store.observed(q) else None
     if store.keeps_queries and votes is None:
         store.keep(call.query, call.mask is not None)
-    return UNSEEN if ranks is losses is votes is None else Observed(votes, ranks, losses)
+    return UNSEEN if ranks is losses is votes is None else Observed(votes, ranks, losses, spread)
 
 
 @torch.no_grad()

@@ -24,11 +24,13 @@ class Observed(NamedTuple):
 
     votes: float32 [B, H, held + n], attention that observed queries gave to held and new tokens.
     importance: float32 [B, H, T], of the tokens in the recent window and then of the new ones.
+    spread: float32 [H, STEPS + 1], how attention spreads over ranked tokens (`attention/spread.py`).
     """
 
     votes: Tensor | None = None
     importance: Tensor | None = None
     losses: Losses | None = None
+    spread: Tensor | None = None
 
 
 UNSEEN = Observed()

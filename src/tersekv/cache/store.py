@@ -147,7 +147,10 @@ class Store(Stateful):
 
     def ranks(self, n: int) -> bool:
         """True if appending n tokens packs some of them at a lower rate, by their importance."""
-        return n > self.room and any(ranked.counts(self._next(n).leave)[1] for ranked in self.ranked)
+        if n <= self.room or not self.ranked:
+            return False
+        leave = self._next(n).leave
+        return leave > 0 and (self.policy.allots or self.ranked[0].counts(leave)[1] > 0)
 
     def observed(self, queries: int) -> int:
         """Return how many of the latest `queries` queries vote for tokens."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from tersekv.attention import masks
 from tersekv.attention.importance import importance
 from tersekv.attention.read import AttentionCall
+from tersekv.attention.spread import in_order
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.layer import LayerStore
 from tersekv.calibration.calibrate import Corpus
@@ -159,11 +160,3 @@ class _Reader:
             own = replace(call, query=call.query[:, :, tile].float(), mask=mask[:, tile])
             total += attention_weights(None, keys, own)[0, :, :, SINKS : self.first].square().sum(1)
         self.received[layer] = total.unflatten(0, (self.kv_heads, -1)).mean(1) / (T - self.first)
-
-
-def in_order(received: Tensor, rank: Tensor) -> Tensor:
-    """Return what the first k/STEPS of the tokens [H, n] received, in order of rank, [H, STEPS + 1]."""
-    ordered = received.gather(1, rank.argsort(dim=1, descending=True, stable=True))
-    sums = torch.nn.functional.pad(ordered.cumsum(1), (1, 0))
-    at = (torch.arange(STEPS + 1, device=sums.device) * received.shape[1]) // STEPS
-    return sums[:, at].float()

@@ -49,6 +49,7 @@ def calibrated_plans(
         UserError: the recipe needs a calibration and got none, or one made for another recipe or
             model.
     """
+    check_allotment(recipe, config)
     if not needs_corpus(recipe, config) and not needs_profile(recipe, config):
         return attention_plans(recipe, config)
     if calibration is None:
@@ -97,7 +98,7 @@ def calibration_for(
 
 
 def check_allotment(recipe: Recipe, config: PreTrainedConfig) -> None:
-    """Raise UserError if no measurement can give the layers of a recipe rates of their own."""
+    """Raise UserError if the layers of a recipe cannot get rates of their own, whatever is measured."""
     if not recipe.policy().allots:
         return
     kinds, shape = attention_layers(text_config(config)), cache_shape(config)

@@ -25,6 +25,8 @@ from tersekv.recipe import LayerPlan, Recipe
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from tersekv.hf.allotment import Allotment
+
 ATTENTION_NAME = "tersekv"
 
 
@@ -36,6 +38,7 @@ class ModelCache(CheckedCache):
     warned_of_keys: True once a warning about an error of keys was given.
     reads_twice: True if a policy ranks tokens by a second reading of the prompt, and the model's RoPE
         does not depend on the length.
+    allotment: calls that wait until the rates of layers are chosen.
     read_again: tokens at the end of the current call that are a second reading (`hf/second_reading.py`).
     """
 
@@ -49,6 +52,7 @@ class ModelCache(CheckedCache):
     warned_of_keys: bool
     reads_twice: bool
     read_again: int
+    allotment: Allotment
     _warned: bool
     _model: weakref.ref[PreTrainedModel] | None
 

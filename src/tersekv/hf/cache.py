@@ -19,6 +19,7 @@ from tersekv.calibration.calibration import Calibration
 from tersekv.calibration.find import calibrated_plans, calibration_for
 from tersekv.errors import UserError
 from tersekv.hf import pickled, saved
+from tersekv.hf.allotment import Allotment
 from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
 from tersekv.hf.parallel import spread_over
@@ -95,7 +96,8 @@ class CompressedCache(ModelCache):
     def empty(self, config: PreTrainedConfig) -> CompressedCache:
         """Return a cache without tokens that has the same recipe and calibrated codecs, for the
         same model. Both share the tables of RoPE."""
-        plans = {layer.index: layer.plan for layer in self.layers if isinstance(layer, CompressedLayer)}
+        ours = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+        plans = {layer.index: layer.asked or layer.plan for layer in ours}
         ropes = self.ropes if text_config(config) is self.config else None
         return CompressedCache.of(config, self.recipe, plans, self.context_parallel, ropes)
 
@@ -138,7 +140,8 @@ class CompressedCache(ModelCache):
         asked = any(layer.plan.policy.reads_twice for layer in attention.values()) and not linear
         # a second reading doubles the length, and would change the angles of the first one
         self.reads_twice = asked and not self.ropes.vary(attention)
-        self.progress = Progress({i: layer for i, layer in attention.items() if i not in others}, linear)
+        storing = {i: layer for i, layer in attention.items() if i not in others}
+        self.progress, self.allotment = Progress(storing, linear), Allotment(storing)
         self.token_ids = TokenIds()
 
     def keep_common(self, ids: Tensor, attention_mask: Tensor | None = None) -> int:

@@ -11,22 +11,21 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.cache.head_tokens import UNREADABLE
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.rotary import Rotary
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
-from tersekv.calibration.key_error import LEAST_TOKENS, STEP, key_error, sample_tokens
+from tersekv.calibration.key_error import STEP
 from tersekv.errors import CacheError, UserError
+from tersekv.hf.allotment import Call
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
+from tersekv.hf.key_check import warn_of_error
 from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan, written
 from tersekv.sizes.rate_allotment import with_rates
-from tersekv.tensors import plain
 from tersekv.threads import one_thread
-from tersekv.transforms.rope import NO_ROPE
 
 FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by their names in files."""
@@ -63,6 +62,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
         self.is_sliding = window is not None
+        self.asked: LayerPlan | None = None  # the plan without rates that were chosen on the prompt
         self.store: LayerStore | None = None
         self.record_past = False
         self.first_tokens = 0  # tokens of the first call, on which codecs may depend
@@ -95,6 +95,14 @@ class CompressedLayer(CacheLayerMixin):
         self.store.record_past(self.record_past)
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
+
+    def choose_rates(self, plan: LayerPlan) -> None:
+        """Use a plan with rates that were chosen on the prompt. Nothing is packed yet."""
+        assert self.store is not None
+        held, self.asked, self.plan = self.store.live_state(), self.plan, plan
+        shapes = [side.shape for side in self.store.sides]
+        self.lazy_initialization(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes))
+        self.store.restore(held)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Accept new tokens [B, H, n, D]. Return handles if our attention is installed, else all
@@ -143,8 +151,10 @@ class CompressedLayer(CacheLayerMixin):
             )
 
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
-        """Append tokens to the store, see `LayerStore`. Errors name the layer."""
+        """Append tokens to the store, see `LayerStore`, or let them wait for rates. Errors name the layer."""
         assert self.store is not None
+        if self.cache.allotment.waits(self.index, Call(keys, values, padding, observed)):
+            return
         progress, seen = self.cache.progress, self.store.num_tokens
         progress.torn = True
         try:
@@ -158,7 +168,7 @@ class CompressedLayer(CacheLayerMixin):
         progress.torn = False
         if not self.measured and (keys.shape[2] > 1 or not self.store.num_tokens % STEP):
             with one_thread(keys.numel()):
-                self._measure(keys)
+                self.measured = warn_of_error(self, keys)
         if progress.linear:
             progress.end(self.index)
         if keys.is_cpu and keys.shape[2] >= MANY_TOKENS:
@@ -166,40 +176,6 @@ class CompressedLayer(CacheLayerMixin):
             if progress.freed >= MUCH_MEMORY:
                 progress.freed = 0
                 malloc_trim()
-
-    @plain
-    def _measure(self, keys: Tensor) -> None:
-        """Warn if coding drowns the differences of keys, once the first ones are packed.
-
-        keys: of the present call, which end with the store's latest token.
-        """
-        store = self.store
-        assert store is not None
-        if not store.packed_tokens:
-            return
-        rope = self.cache.ropes.known(self.index) or NO_ROPE
-        keys = (keys if keys.shape[2] >= LEAST_TOKENS else store.latest_keys).detach()
-        n = sample_tokens(keys.shape[2], keys.shape[0])
-        if not n:  # later calls leave more tokens exact
-            return
-        self.measured, first = True, store.num_tokens - n
-        positions = torch.arange(first, first + n, device=keys.device)
-        sinks = torch.zeros_like(positions[:1]) if store.padding is None else store.padding.to(keys.device)
-        counts = positions >= (sinks + store.policy.sink_tokens(self.sliding_window)).unsqueeze(1)
-        rotary = store.rotary or Rotary(rope)
-        if store.rotary is None:
-            rotary.note(0, store.num_tokens, store.padding)
-        try:
-            x = keys[:, :, -n:].to(store.recent.keys.dtype)
-            if missing := -n % store.keys.codec.layout(x.shape[-1]).block_tokens:  # whole blocks are coded
-                x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
-                counts = torch.nn.functional.pad(counts, (0, missing))
-            angles = rotary.angles(first, n + missing, keys.device)
-            figures = key_error(store.keys.codec, x, angles, counts, store.heads)
-        except UserError:  # a scale of tokens that are packed later is too large
-            return
-        if figures.is_large:
-            self.cache.warn_of_keys(self.index, figures)
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Append tokens and return all [B, H, tokens, D]: earlier tokens decoded, new tokens exact.
@@ -252,6 +228,7 @@ class CompressedLayer(CacheLayerMixin):
             return
         RATES(rates, f"{place}.plan.rates")
         try:
+            self.asked = None if self.plan.policy.profile else self.plan
             self.plan = with_rates(self.plan, own(rates))
         except UserError as error:
             raise UserError(f"{place}.plan.rates do not fit the codec: {error}") from error
@@ -302,6 +279,9 @@ class CompressedLayer(CacheLayerMixin):
             require(fault is None, f"{place}.plan.{side}", fault or "")
             self.plan = self.plan._replace(**{side: codec})
         self.plan = self.plan._replace(scores=own(state["plan"].get("scores")))
+        if (asked := self.asked) is not None:
+            both = {side: getattr(self.plan, side).at_rate(getattr(asked, side).bits) for side in ("keys", "values")}
+            self.asked = asked._replace(**both)
         self.record_past, self.first_tokens = state["record_past"], state["first_tokens"]
         self.lazy_initialization(*(torch.empty(s, dtype=FLOATS[state["dtype"]], device=device) for s in shapes))
         assert self.store is not None
@@ -319,7 +299,7 @@ class CompressedLayer(CacheLayerMixin):
         compiled pass runs."""
         if is_traced() and self.is_compileable:
             return num_tokens(self.handle)  # type: ignore[return-value]  # as transformers' static layers do
-        return 0 if self.store is None else self.store.num_tokens
+        return 0 if self.store is None else self.store.num_tokens + self.cache.allotment.tokens(self.index)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (number of keys, offset) of the mask. With handles the mask spans all tokens seen,
@@ -348,13 +328,15 @@ class CompressedLayer(CacheLayerMixin):
         tokens = -checked_crop(tokens_to_remove)
         self.check_crop(tokens)
         if self.store is not None:
-            self.store.crop(tokens)
+            self.store.crop(tokens - self.cache.allotment.drop(self.index))
+            if self.asked is not None and not self.store.num_tokens:
+                self.reset()
 
     def check_crop(self, tokens: int) -> None:
         """Raise CacheError unless the latest `tokens` tokens can be removed."""
         if self.store is not None:
             try:
-                self.store.check_crop(tokens)
+                self.store.check_crop(tokens - self.cache.allotment.tokens(self.index))
             except CacheError as error:
                 raise CacheError(f"layer {self.index}: {error}") from error
 
@@ -383,8 +365,9 @@ class CompressedLayer(CacheLayerMixin):
             self.store.select(rows)
 
     def reset(self) -> None:
-        """Remove all tokens and everything that codecs fitted on them."""
-        self.store = None
+        """Remove all tokens and everything that was fitted on them, or chosen by them."""
+        self.store, self.plan, self.asked = None, self.asked or self.plan, None
+        self.cache.allotment.drop(self.index)
         self.first_tokens = 0
         self.is_initialized = False
 

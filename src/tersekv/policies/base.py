@@ -56,16 +56,17 @@ def two_rates(keys: Rated, values: Rated) -> bool:
     return keys.has_rates or values.has_rates
 
 
-def check_lower_rate(rest: float | None, keys: Rated, values: Rated) -> None:
+def check_lower_rate(rest: float | None, keys: Rated, values: Rated, allot: str = "") -> None:
     """Raise UserError unless both codecs have the lower rate of `rest` bits. Exact layers need none.
 
     rest: None if it is not known yet. Codecs must then have several rates.
+    allot: option that chooses the rate, for the message.
     """
     for codec in (keys, values) if two_rates(keys, values) else ():
         try:
             codec.at_rate(getattr(codec, "bits", math.inf) if rest is None else rest)
         except UserError as error:
-            asked = "allot=model" if rest is None else f"rest={rest:g}"
+            asked = allot if rest is None else f"rest={rest:g}"
             raise UserError(f"{asked} is not available: {error}") from error
         if rest is not None and rest >= (bits := getattr(codec, "bits", math.inf)):
             raise UserError(
@@ -121,7 +122,7 @@ class TokenPolicy:
 
     @property
     def allots(self) -> bool:
-        """True if layers get rates of their own from the measurement (`sizes/rate_allotment.py`)."""
+        """True if layers get rates of their own (`sizes/rate_allotment.py`)."""
         return False
 
     def with_shares(self, budget: float, rest: float) -> TokenPolicy:

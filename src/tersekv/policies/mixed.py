@@ -2,7 +2,7 @@
 
 Tokens are ranked for each KV head by the attention that they receive in a second reading of the text
 (`attention/importance.py`). A fixed share of them is packed with the codec's bits, and the rest with
-fewer bits from the same fit. With `allot=model`, rates and shares differ between layers.
+fewer bits from the same fit. With `allot=prompt` or `allot=model`, rates and shares differ between layers.
 
 Tokens are ranked when they are packed: those of a prompt together, and generated tokens in chunks of
 4 blocks. A chunk is ranked among itself by queries that were kept since, one of every 8 tokens.
@@ -41,8 +41,9 @@ class Mixed(Keeping):
         those that are packed together.
     rest: bits of the other tokens.
     reread: read prompts twice and rank their tokens by the second reading.
-    allot: layer uses these rates in every layer. model chooses budget and rates of each layer, with
-        the codec's bits as the mean over layers and tokens (`sizes/rate_allotment.py`).
+    allot: layer uses these rates in every layer. prompt and model choose budget and rates of each layer,
+        with the codec's bits as the mean over layers and tokens (`sizes/rate_allotment.py`): by the
+        prompt's own queries, or by a measurement of the model.
     """
 
     observes: ClassVar[bool] = True
@@ -51,16 +52,16 @@ class Mixed(Keeping):
     budget: float = 0.25
     rest: float = 2.0
     reread: bool = False
-    allot: Literal["layer", "model"] = "layer"
+    allot: Literal["layer", "prompt", "model"] = "layer"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.allot not in ("layer", "model"):
-            raise UserError(f"allot={self.allot} is not allowed; choose one of layer, model")
-        if self.allot == "model" and (self.budget, self.rest) != (Mixed.budget, Mixed.rest):
+        if self.allot not in ("layer", "prompt", "model"):
+            raise UserError(f"allot={self.allot} is not allowed; choose one of layer, prompt, model")
+        if self.allots and (self.budget, self.rest) != (Mixed.budget, Mixed.rest):
             raise UserError(
-                "allot=model chooses budget and rest of each layer; leave these options out, and give the mean bits as "
-                "the codec's bits"
+                f"allot={self.allot} chooses budget and rest of each layer; leave these options out, and give the mean "
+                "bits as the codec's bits"
             )
         if not 0 < self.budget < 1:
             raise UserError(f"budget={self.budget:g} is not allowed; give a share of the tokens between 0 and 1")
@@ -74,18 +75,18 @@ class Mixed(Keeping):
 
     @property
     def allots(self) -> bool:
-        """True before a layer has got its rates, with allot=model."""
-        return self.allot == "model"
+        """True before a layer has got its rates, with allot=prompt or allot=model."""
+        return self.allot != "layer"
 
     @property
     def profile(self) -> str | None:
         """Spread of the model's attention, for allot=model. Ranking by a second reading has its own."""
-        if not self.allots:
+        if self.allot != "model":
             return None
         return "mixed-reread" if self.reread else "mixed"
 
     def with_shares(self, budget: float, rest: float) -> Mixed:
-        """Return the policy of one layer after `allot=model`."""
+        """Return the policy of one layer with the rates that it has got."""
         return dataclasses.replace(self, allot="layer", budget=budget, rest=rest)
 
     def first_packing(self, window: int | None) -> int:
@@ -94,7 +95,7 @@ class Mixed(Keeping):
 
     def check(self, keys: Rated, values: Rated) -> None:
         """Raise UserError unless both codecs have the lower rate. Exact layers need none."""
-        check_lower_rate(None if self.allots else self.rest, keys, values)
+        check_lower_rate(None if self.allots else self.rest, keys, values, f"allot={self.allot}")
 
     def waiting_tokens(self, block: int, window: int | None) -> int:
         """Return `CHUNK` blocks. Layers with a sliding window have one rate and pack single blocks."""
@@ -105,7 +106,7 @@ class Mixed(Keeping):
 
         It is at least one block, also of a few generated tokens: later tokens read these most.
 
-        All have the codec's bits before `allot=model` has given the layer its rates.
+        All have the codec's bits before the layer has got its rates.
         """
         if self.allots:
             return tokens

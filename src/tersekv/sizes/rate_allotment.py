@@ -1,8 +1,8 @@
-"""Rates of each layer under the policy `mixed` with `allot=model` (ours; docs/methods/mixed.md).
+"""Rates of each layer under `mixed` with `allot=prompt` or `allot=model` (ours; docs/methods/mixed.md).
 
 Every layer gets two rates and a share of tokens for the higher one. Let a(s) be the squared
-attention that a layer's most important share s of tokens receives later (`calibration/attention_spread.py`),
-and ε(b) the squared error of codes with b bits. A layer with bits b, rest r and share s loses
+attention that a layer's most important share s of tokens receives later (`attention/spread.py` of a
+prompt, `calibration/attention_spread.py` of a model), and ε(b) the squared error of codes with b bits. A layer with bits b, rest r and share s loses
 
     a(s)·ε(b) + (a(1) − a(s))·ε(r).
 
@@ -56,15 +56,20 @@ def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, in
     if len(bits) > 1 or None in bits:
         found = ", ".join(sorted("none" if b is None else f"{b:g}" for b in bits))
         raise UserError(
-            f"mixed: allot=model needs the same bits for keys and values and in all layers that are not exact, got "
+            f"{asked(own)} needs the same bits for keys and values and in all layers that are not exact, got "
             f"{found}; give one number of bits, or use allot=layer"
         )
     sizes, most = _sizes(next(iter(own.values())), dims)
     if any(_sizes(plan, dims) != (sizes, most) for plan in own.values()):
-        raise UserError("mixed: allot=model needs the same method in all layers that are not exact; use allot=layer")
+        raise UserError(f"{asked(own)} needs the same method in all layers that are not exact; use allot=layer")
     best = least_loss(spread[list(own)].double().sum(1), sizes, most)
     made = {i: with_rates(plan, rates_of(option)) for (i, plan), option in zip(own.items(), best, strict=True)}
     return dict(plans) | made
+
+
+def asked(plans: Mapping[int, LayerPlan]) -> str:
+    """Return the option that asks for rates of each layer, for messages."""
+    return f"mixed: allot={next(iter(plans.values())).policy.options()['allot']}"
 
 
 def least_loss(received: Tensor, sizes: Mapping[float, float], most: float) -> list[Option]:
@@ -137,7 +142,7 @@ def _sizes(plan: LayerPlan, dims: tuple[int, int]) -> tuple[dict[float, float], 
     if not sizes or min(sizes.values()) >= most or max(sizes.values()) <= most:
         known = ", ".join(f"{own:g}" for own in sizes) or "none"
         raise UserError(
-            f"mixed: allot=model needs rates above and below the recipe's bits={bits:g}, and this codec has {known} at "
+            f"{asked({0: plan})} needs rates above and below the recipe's bits={bits:g}, and this codec has {known} at "
             "this head dim; give other bits, or use allot=layer"
         )
     return sizes, most
