@@ -22,6 +22,7 @@ EVICTS = [("", "rest=2"), ("", "bias_correction=half")]
 POLICIES = {
     "window:recent=16": KEEPS,
     "mixed:recent=16": KEEPS,
+    "mixed:recent=16,allot=prompt": KEEPS,
     "snapkv:recent=16,budget=0.5": EVICTS,
     "h2o:recent=16,budget=96": EVICTS,
     "h2o:recent=16,budget=96,evict=block": EVICTS,

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 import tersekv
 from conftest import prompt
 from tersekv import cli
-from tersekv.calibration import first_use
 from tersekv.attention.spread import in_order
+from tersekv.calibration import first_use
 from tersekv.calibration.attention_spread import SINKS, measure
 from tersekv.calibration.calibration import SCORES, Calibration, Made
 from tersekv.calibration.find import calibrated_plans, default_folder, profile_place
@@ -132,9 +132,10 @@ def test_exact_layers_and_layers_without_a_measurement_keep_their_plan(llama):
     ("recipe", "message"),
     [
         ("mixed:allot=model,budget=0.3+trellis:bits=2", "allot=model chooses budget and rest"),
-        ("mixed:allot=model,rest=1+trellis:bits=2", "leave these options out"),
-        ("mixed:allot=both+trellis:bits=2", "allot=both is not allowed; choose one of layer, model"),
+        ("mixed:allot=prompt,rest=1+trellis:bits=2", "allot=prompt chooses .* leave these options out"),
+        ("mixed:allot=both+trellis:bits=2", "allot=both is not allowed; choose one of layer, prompt, model"),
         ("mixed:allot=model+qjl", "allot=model is not available: .* use trellis, uniform, kivi or"),
+        ("mixed:allot=prompt+qjl", "allot=prompt is not available: .* use trellis, uniform, kivi or"),
     ],
 )
 def test_wrong_options(recipe, message):

@@ -85,6 +85,7 @@ TWO_RATES = [
     "mixed:recent=16",
     "mixed:recent=16,budget=0.5,rest=1,bias_correction=half",
     "mixed:recent=16,allot=model",
+    "mixed:recent=16,allot=prompt",
     "snapkv:budget=0.5,recent=16,rest=2",
     "h2o:budget=96,recent=16,rest=2",
     "h2o:memory=300KB,recent=16,rest=2,evict=block",

@@ -191,7 +191,7 @@ class Feeder:
 
     def do_new(self, _: str) -> None:
         recipe = Recipe.parse(self.case.recipe)
-        if recipe.policy().allots:
+        if recipe.policy().profile == "mixed":
             spread = torch.linspace(0, 1, STEPS + 1).pow(torch.tensor([[0.2], [0.2], [0.7]])[:, None])
             spread = spread.expand(3, KV_HEADS, -1).contiguous()
             spread[0] = -1

@@ -102,7 +102,7 @@ class CompressedLayer(CacheLayerMixin):
         held, self.asked, self.plan = self.store.live_state(), self.plan, plan
         shapes = [side.shape for side in self.store.sides]
         self.lazy_initialization(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes))
-        self.store.restore(held)
+        self.store.restore(held | {"tiers": self.store.live_state()["tiers"]})
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         """Accept new tokens [B, H, n, D]. Return handles if our attention is installed, else all

@@ -1,8 +1,9 @@
 """Rates of each layer under `mixed` with `allot=prompt` or `allot=model` (ours; docs/methods/mixed.md).
 
 Every layer gets two rates and a share of tokens for the higher one. Let a(s) be the squared
-attention that a layer's most important share s of tokens receives later (`attention/spread.py` of a
-prompt, `calibration/attention_spread.py` of a model), and ε(b) the squared error of codes with b bits. A layer with bits b, rest r and share s loses
+attention that a layer's most important share s of tokens receives later, as a prompt shows it
+(`attention/spread.py`) or a measurement of the model (`calibration/attention_spread.py`), and ε(b) the
+squared error of codes with b bits. A layer with bits b, rest r and share s loses
 
     a(s)·ε(b) + (a(1) − a(s))·ε(r).
 
