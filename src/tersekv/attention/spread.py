@@ -1,4 +1,4 @@
-"""How attention spreads over the tokens of a prompt, from its own queries (`mixed` with `allot=prompt`).
+"""Spread of attention over the tokens of a prompt, from its own queries (`mixed` with `allot=prompt`).
 
 The queries of the first three quarters of a call rank the tokens of these quarters, as `importance`
 does. Queries of the last quarter show how much attention the ranked tokens receive later. Tokens that
