@@ -24,6 +24,9 @@ EXACT = 16.0
 EVERY = 4  # queries that are moved
 TILE = 256
 NAME = "token-rates"
+DISTANCES = tuple(2**i for i in range(13))
+"""Distances to later queries that `from_centres` looks at, in tokens."""
+FARTHEST = DISTANCES[-1]
 
 Maps = list[Tensor]
 
@@ -106,6 +109,7 @@ class Simulation:
         - both: sum of these two, each divided by its mean.
         - reread: the same, from a second reading of the prompt after the first.
         - future: the same, from the tokens that follow. No cache can know it.
+        - centres, gaussian: from the centres of queries before RoPE, see `from_centres`.
         - norm: how far the norm of key or value is from its median, in mean deviations.
         """
         tokens, cache = ids.shape[1], DynamicCache()
@@ -123,6 +127,10 @@ class Simulation:
             parts = (torch.einsum("hrd,htd->hrt", part, keys).softmax(-1) for part in rows.split(TILE, dim=1))
             moved.append(sum(part.square().sum(1) for part in parts).sqrt())  # type: ignore[union-attr]
         again = copied(cache)
+        angles = self.model.model.rotary_emb(torch.zeros(1), torch.arange(tokens + FARTHEST)[None])
+        centres = [
+            from_centres(queries[layer][0], one.keys[0].float(), *angles) for layer, one in enumerate(cache.layers)
+        ]
 
         def reread() -> None:
             for part in ids.split(TILE, dim=1):
@@ -133,6 +141,7 @@ class Simulation:
         relative = ([x / x.mean(-1, keepdim=True) for x in found[name]] for name in ("seen", "moved"))
         found["both"] = [a + b for a, b in zip(*relative, strict=True)]
         found["future"] = [x.sqrt() for x in self._sums(lambda: self.forward(later, copied(cache), 1), tokens, 2)]
+        found["centres"], found["gaussian"] = map(list, zip(*centres, strict=True))
         found["norm"] = [torch.maximum(unusual(x.keys), unusual(x.values)) for x in cache.layers]
         return cache, found
 
@@ -194,6 +203,35 @@ class Simulation:
         out = self.forward(ids, cache)
         self.attention.biases = None
         return out
+
+
+def from_centres(query: Tensor, keys: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two importances [H, T] of keys [H, T, D] from what queries [Hq, T, D] have in common before RoPE.
+
+    cos, sin: [1, T + FARTHEST, D], angles of all positions.
+
+    The first is the score of TriAttention (arXiv 2604.04921). In the pair of channels f, let q_f be a query
+    before RoPE as a complex number. The centre E q_f, rotated to a later position, gives a key the logit
+    Σ_f Re(E q_f·k_f*), mean over distances 1, 2, 4, … Beside it counts Σ_f (E|q_f| − |E q_f|)·|k_f|. Both together
+    are normalised over the tokens of each query head, and the largest of a KV head's query heads counts.
+
+    The second takes q_f for Gaussian: its mean attention weight is in proportion to exp(logit + half of its
+    variance). It is the root mean square of the weights over distances and query heads.
+    """
+    half, scaling = keys.shape[-1] // 2, keys.shape[-1] ** -0.5
+    turn = torch.complex(cos[0, :, :half].float(), sin[0, :, :half].float())
+    q = torch.complex(query[..., :half].float(), query[..., half:].float()) * turn[: query.shape[1]].conj()
+    k = torch.complex(keys[..., :half], keys[..., half:]).repeat_interleave(len(query) // len(keys), dim=0)
+    centre, length = q.mean(1), q.abs().mean(1)
+    variance = (q - centre[:, None]).abs().square().mean(1)
+    later = turn[keys.shape[1] - 1 + torch.tensor(DISTANCES)]
+    logits = torch.einsum("hpf,htf->hpt", centre[:, None] * later, k.conj()).real * scaling
+    beside = torch.einsum("hf,htf->ht", length - centre.abs(), k.abs()) * scaling
+    score = logits.mean(1) + beside
+    score = (score - score.mean(-1, keepdim=True)) / score.std(-1, keepdim=True)
+    spread = torch.einsum("hf,htf->ht", variance, k.abs().square()) * (scaling**2 / 4)
+    weights = (logits + spread[:, None]).softmax(-1).square().mean(1).sqrt()
+    return score.unflatten(0, (len(keys), -1)).amax(1), weights.unflatten(0, (len(keys), -1)).square().mean(1).sqrt()
 
 
 def unusual(x: Tensor) -> Tensor:

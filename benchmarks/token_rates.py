@@ -2,6 +2,7 @@
 
     python benchmarks/token_rates.py --out file.jsonl --text wikitext=test.txt --text code=code.txt  # run or continue.
     python benchmarks/token_rates.py --out file.jsonl --text … --settings shares           # two rates, fixed shares.
+    python benchmarks/token_rates.py --out file.jsonl --text … --settings rankings         # ways to rank tokens.
     python benchmarks/token_rates.py --out file.jsonl --text … --settings layers --spread FOLDER  # rates by layer.
     python benchmarks/token_rates.py --records file.jsonl                                  # print the tables.
 
@@ -29,11 +30,12 @@ from torch import Tensor
 import recorded
 from recorded import add_options, markdown, record, run_or_print
 from simulated_rates import EXACT, RATES, Maps, Prompt, Simulation, copied, fixed, water_filled
+from tersekv.cache.segments import STEPS
 from tersekv.calibration.calibration import SCORES, Calibration
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.tasks.passkey import build
 from tersekv.lab.evals.windows import read_text
-from tersekv.sizes.rate_allotment import STEPS, Option, least_loss
+from tersekv.sizes.rate_allotment import Option, least_loss
 
 MEANS = (1.5, 2, 2.5)
 PREFIX, CONTEXT = 2048, 2304
@@ -50,6 +52,8 @@ LOW_SHARES = (
     ((3, 0.17), (1, 1)),
 )
 """Fixed shares for `--settings shares`."""
+RANKINGS = "seen", "moved", "centres", "gaussian", "reread", "future"
+"""Importances that `--settings rankings` compares."""
 ALL_RATES = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 2, 2.5, 3, 4, 6)
 """Rates for `--settings layers`."""
 FOUND = 16
@@ -61,7 +65,7 @@ def settings(prompt: Prompt, importances: dict[str, Maps]) -> Iterator[tuple[str
     """Yield importance, mean rate, rates per token and whether the bias is corrected."""
     yield from equal(prompt, importances, RATES, (2, 3))
     for name, weights in importances.items():
-        if name == "norm":
+        if name not in FLOORS:
             continue
         for mean in MEANS:
             maps = water_filled(weights, prompt, mean, FLOORS[name])
@@ -136,6 +140,18 @@ def layers(prompt: Prompt, importances: dict[str, Maps], spread: Path) -> Iterat
                 yield f"{name}: rates by {label}", mean, with_options(importances[name], prompt, options), True
 
 
+def rankings(prompt: Prompt, importances: dict[str, Maps]) -> Iterator[tuple[str, float, Maps, bool]]:
+    """Yield fixed shares of two rates with tokens ranked by each importance, and at random."""
+    names = {name: importances[name] for name in RANKINGS}
+    chance = torch.Generator().manual_seed(0)
+    names["random"] = [torch.rand(x.shape, generator=chance) for x in importances["seen"]]
+    for parts in (LOW_SHARES[3], LOW_SHARES[4]):
+        label = f"{parts[0][1]:.0%} with {parts[0][0]:g} bits, others {parts[1][0]:g}"
+        for name, weights in names.items():
+            maps = fixed(weights, prompt, parts)
+            yield f"{name}: {label}", round(statistics.fmean(float(x.mean()) for x in maps), 2), maps, True
+
+
 def with_options(importance: Maps, prompt: Prompt, options: Sequence[Option]) -> Maps:
     """Return the rates [H, packed] with two rates and a share for each head of each layer."""
     found, left = [], iter(options)
@@ -149,7 +165,9 @@ def with_options(importance: Maps, prompt: Prompt, options: Sequence[Option]) ->
     return found
 
 
-SETTINGS = {"rates": settings, "shares": shares, "layers": layers}
+SETTINGS = {"rates": settings, "shares": shares, "layers": layers, "rankings": rankings}
+PACKED = {"layers": ALL_RATES, "rankings": (1, 1.5, 2.5, 3)}
+"""Rates at which prompts are packed, if they are not `RATES`."""
 
 
 def windows(simulation: Simulation, path: str, count: int) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -207,7 +225,7 @@ def answered(simulation: Simulation, rest: Tensor, got: Tensor, reference: Tenso
 
 def run(args: argparse.Namespace) -> None:
     """Measure every sample that the file does not have yet."""
-    simulation, held = Simulation(args.model, ALL_RATES if args.settings == "layers" else RATES), set()
+    simulation, held = Simulation(args.model, PACKED.get(args.settings, RATES)), set()
     if args.out.is_file():
         lines = runs.read(args.out)
         held = {(x["text"], x["sample"]) for x in lines if x["model"] == args.model}
@@ -246,8 +264,11 @@ def table_of_texts(lines: list[dict[str, Any]]) -> str:
     rows = []
     for (text, name, bits), found in grouped(lines, False).items():
         numbers = [f"{mean(metric, found):.4f}" for metric in ("kl", "kl_copies", "kl_others")]
+        numbers.append(f"{max(line['kl'] for line in found):.4f}")
         rows.append([text, name, f"{bits:g}", len(found), *numbers])
-    return markdown(("text", "importance", "mean bits", "windows", "KL, mean", "copies", "other tokens"), rows)
+    return markdown(
+        ("text", "importance", "mean bits", "windows", "KL, mean", "copies", "other tokens", "worst window"), rows
+    )
 
 
 def table_of_passkeys(lines: list[dict[str, Any]]) -> str:

@@ -6,12 +6,17 @@ import statistics
 
 import studies
 import token_rates
-from measured.base import Page, Section, estimate, rows, table
+from measured.base import Page, Row, Section, estimate, model, rows, table
 from recorded import RECORDS
+from tersekv.hf.facts import load_shape
+from tersekv.lab.evals.reader import FULL
+from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.lab.plots.groups import grouped, read_records
 from tersekv.recipe import Recipe
 from tersekv.sizes.estimate import predict
 
+SHAPES = {"Qwen2.5-Coder-0.5B": "qwen2.5-0.5b", "Gemma 3 270M": "gemma-3-270m"}
+"""Published models with the same cache, by names in tables."""
 TEXTS = {
     "wikitext-2/test_gptq_joined.txt": "wikitext-2", "c4/c4.utf8": "C4", "code.txt": "code",
 }  # fmt: skip
@@ -48,6 +53,33 @@ def divergences(name: str) -> str:
         ("text", "recipe", "windows", "true bits at 32k", "KL, nats (median)", "99th percentile", "same next token"),
         sorted(lines, key=lambda line: (order.index(line[0]), float(line[3]))),
     )
+
+
+def on_the_prompt() -> str:
+    """Return the table of rates that the prompt chose beside those of a measurement of the model."""
+    lines = []
+    found: dict[str, dict[str, dict[str, Row]]] = {}
+    for row in rows("prompt_rates.jsonl"):
+        found.setdefault(model(row), {}).setdefault(row["recipe"], {})[row["sample"]] = row
+    for name, recipes in found.items():
+        shape = load_shape(SHAPES[name], with_weights=False)[0] if name in SHAPES else studies.SMOLLM2
+        for recipe, samples in recipes.items():
+            if recipe == FULL:
+                continue
+            kl = {sample: row["metrics"]["kl"] for sample, row in samples.items()}
+            held = predict(shape, Recipe.parse(recipe), studies.LONG).total_bytes
+            other = recipes.get(recipe.replace("allot=prompt", "allot=model"), {}) if "allot=prompt" in recipe else {}
+            less = [value - other[sample]["metrics"]["kl"] for sample, value in kl.items() if sample in other]
+            lines.append((
+                name, f"`{recipe.replace(',calibration=prompt', '')}`", len(kl),
+                f"{8 * held / shape.elements(studies.LONG):.2f}",
+                f"{estimate(Estimate.of(list(kl.values())))} ({statistics.median(kl.values()):.4f})",
+                f"{max(kl.values()):.4f}", estimate(Estimate.of(less)) if less else "",
+            ))  # fmt: skip
+    columns = (
+        "model", "recipe", "windows", "true bits at 32k", "KL, nats (median)", "worst window", "minus `allot=model`",
+    )  # fmt: skip
+    return table(columns, lines)
 
 
 def found_passkeys() -> str:
@@ -103,6 +135,14 @@ def page() -> Page:
                 "`allot=model` were measured on WikiText-2's training text, also for the other texts, or on the "
                 "model's own text. One window of C4 repeats a forum's navigation and has most of the mean.",
                 divergences("mixed.jsonl"), ["mixed.jsonl"], evaluation.format(8),
+            ),
+            Section(
+                "Rates chosen on the prompt",
+                "`allot=prompt` reads from the prompt how attention spreads, `allot=model` had the measurement of its "
+                "first use. The last column is the mean of the differences of windows. wikitext-2, 2,048 packed "
+                "tokens, then 256 in calls of 64.",
+                on_the_prompt(), ["prompt_rates.jsonl"],
+                evaluation.format(8).replace("divergence", "divergence --model MODEL"),
             ),
             Section(
                 "Bias correction with two rates",

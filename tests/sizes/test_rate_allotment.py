@@ -14,6 +14,7 @@ import tersekv
 from conftest import prompt
 from tersekv import cli
 from tersekv.attention.spread import in_order
+from tersekv.cache.segments import STEPS
 from tersekv.calibration import first_use
 from tersekv.calibration.attention_spread import SINKS, measure
 from tersekv.calibration.calibration import SCORES, Calibration, Made
@@ -26,7 +27,7 @@ from tersekv.models.config import cache_shape
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
 from tersekv.sizes.estimate import predict
-from tersekv.sizes.rate_allotment import STEPS, allotted
+from tersekv.sizes.rate_allotment import allotted
 from test_saved import goes_on_alike, read, singles
 
 RECIPE = "mixed:allot=model,recent=20+trellis:bits=2,calibration=prompt"

@@ -35,6 +35,7 @@ from torch import Tensor
 from conftest import SHAPE
 from golden_content import digest, positions, saved, signature, sizes, tokens, walk
 from tersekv.cache.parallel import ContextParallel, HeadShard
+from tersekv.cache.segments import STEPS
 from tersekv.calibration.find import calibrated_plans
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.attention import attention_forward
@@ -43,7 +44,7 @@ from tersekv.kernels import backends
 from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
 from tersekv.sizes.estimate import predict
-from tersekv.sizes.rate_allotment import STEPS, allotted
+from tersekv.sizes.rate_allotment import allotted
 from test_context_parallel import together
 
 LAYERS = ["sliding_attention", "full_attention", "full_attention"]

@@ -41,7 +41,7 @@ def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, aga
         keys, values, call = keys[:, :, :n], values[:, :, :n], call.without_last(again)
     ranks = spread = None
     if store.ranks(n):
-        if store.policy.allots:
+        if store.policy.waits:
             ranks, spread = importance_and_spread(store, *both, again)
         else:
             ranks = importance(store, *both, again)

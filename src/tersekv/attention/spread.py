@@ -13,8 +13,8 @@ from torch import Tensor
 
 from tersekv.attention.importance import importances, key_weights, rows_in_turn
 from tersekv.attention.read import AttentionCall
+from tersekv.cache.segments import STEPS
 from tersekv.cache.store import Store
-from tersekv.sizes.rate_allotment import STEPS
 
 FEWEST = 64
 """Minimum number of queries of a call that show how attention spreads."""

@@ -61,7 +61,7 @@ class RankedTokens(Stateful):
 
     def __init__(self, policy: TokenPolicy, block: int, keys: Tensor, query_rope: Rope | None) -> None:
         assert isinstance(policy, Mixed)
-        if policy.allots and policy.profile:
+        if policy.allots and not policy.waits:
             raise UserError(UNMEASURED)
         self.policy, self.block, self.query_rope = policy, block, query_rope
         self.high = keys.new_empty((*keys.shape[:2], 0), dtype=torch.uint8)

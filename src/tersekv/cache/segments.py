@@ -18,6 +18,9 @@ from tersekv.transforms.moments import TokenLoss
 Losses = tuple[TokenLoss | None, TokenLoss | None]
 """Losses by errors in the keys and in the values of all tokens so far."""
 
+STEPS = 32
+"""The spread of attention is known at shares of the tokens that are multiples of 1/STEPS."""
+
 
 class Observed(NamedTuple):
     """Sums over queries, which a store needs before it appends tokens. None where it needs none.

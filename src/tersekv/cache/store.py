@@ -150,7 +150,7 @@ class Store(Stateful):
         if n <= self.room or not self.ranked:
             return False
         leave = self._next(n).leave
-        return leave > 0 and (self.policy.allots or self.ranked[0].counts(leave)[1] > 0)
+        return leave > 0 and (self.policy.waits or self.ranked[0].counts(leave)[1] > 0)
 
     def observed(self, queries: int) -> int:
         """Return how many of the latest `queries` queries vote for tokens."""

@@ -25,6 +25,7 @@ from tersekv.attention.read import AttentionCall
 from tersekv.attention.spread import in_order
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.segments import STEPS
 from tersekv.calibration.calibrate import Corpus
 from tersekv.calibration.calibration import SCORES, Calibration
 from tersekv.calibration.capture import LayerTokens, watch_calls
@@ -33,7 +34,6 @@ from tersekv.models.config import AttentionShape, attention_layers, longest_cont
 from tersekv.models.fingerprint import fingerprint
 from tersekv.models.rope import Ropes
 from tersekv.recipe import Recipe
-from tersekv.sizes.rate_allotment import STEPS
 
 RANKED = "mixed:sinks=0+trellis:bits=4,centre=false,calibration=prompt"
 """A recipe whose stores rank tokens. They store none here."""

@@ -13,6 +13,7 @@ import torch
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from tersekv.cache.segments import STEPS
 from tersekv.calibration import first_use
 from tersekv.calibration.calibration import SUFFIX, Calibration
 from tersekv.calibration.needs import (
@@ -30,7 +31,7 @@ from tersekv.models.config import AttentionShape, attention_layers, cache_shape,
 from tersekv.models.fingerprint import fingerprint
 from tersekv.models.loading import cache_dir
 from tersekv.recipe import LayerPlan, Recipe
-from tersekv.sizes.rate_allotment import STEPS, allotted
+from tersekv.sizes.rate_allotment import allotted
 
 log = logging.getLogger(__name__)
 

@@ -175,7 +175,7 @@ def _describe_one(
     shape = known.shape
     rows = [{"tokens": n, **_sizes(predict(shape, recipe, n, batch), room)} for n in lengths]
     for row in rows:
-        row["peak_bytes"] = known.peak(row["bytes"], row["tokens"], batch, chunk)
+        row["peak_bytes"] = known.peak(recipe, row["bytes"], row["tokens"], batch, chunk)
     return {
         "recipe": str(recipe),
         "break_even_tokens": break_even(shape, recipe, batch),

@@ -8,20 +8,18 @@ one chunk exact, and is allotted by that chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
+from tersekv.cache.layer import LayerStore
 from tersekv.cache.ranked_tokens import UNRANKED
-from tersekv.cache.segments import Observed
+from tersekv.cache.segments import STEPS, Observed
 from tersekv.errors import UserError
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
-from tersekv.sizes.rate_allotment import STEPS, allotted
-
-if TYPE_CHECKING:
-    from tersekv.hf.layer import CompressedLayer
+from tersekv.sizes.rate_allotment import allotted
 
 USUAL = (torch.arange(STEPS + 1) / STEPS).pow(0.1)
 """Spread that counts for all layers if a call has too few queries to show it. Its form is that of most layers."""
@@ -36,10 +34,25 @@ class Call(NamedTuple):
     observed: Observed
 
 
+class AllottedLayer(Protocol):
+    """Interface of a layer whose rates can be chosen on the prompt, see `CompressedLayer`."""
+
+    cache: Any
+    plan: LayerPlan
+    store: LayerStore | None
+    sliding_window: int | None
+
+    def choose_rates(self, plan: LayerPlan) -> None:
+        """Use a plan with rates. Nothing is packed yet."""
+
+    def append(self, keys: Tensor, values: Tensor, padding: Tensor | None, observed: Observed) -> None:
+        """Append tokens to the store."""
+
+
 class Allotment:
     """The calls of a cache that wait, and the layers that choose their rates together, by index."""
 
-    def __init__(self, layers: Mapping[int, CompressedLayer]) -> None:
+    def __init__(self, layers: Mapping[int, AllottedLayer]) -> None:
         self.layers = {i: layer for i, layer in layers.items() if _takes_part(layer)}
         self.calls: dict[int, Call] = {}
 
@@ -49,7 +62,7 @@ class Allotment:
         The call of the last layer appends those of all, with their rates.
         """
         layer = self.layers.get(index)
-        if layer is None or layer.store is None or not layer.plan.policy.allots:
+        if layer is None or layer.store is None or not layer.plan.policy.waits:
             return False
         if index in self.calls:  # of a pass that was interrupted
             self.calls.clear()
@@ -76,7 +89,7 @@ class Allotment:
         return allotted(plans, spreads, (shape.key_dim, shape.value_dim))
 
     @staticmethod
-    def _of_all_heads(layer: CompressedLayer, spread: Tensor | None) -> Tensor | None:
+    def _of_all_heads(layer: AllottedLayer, spread: Tensor | None) -> Tensor | None:
         """Return the spread of all heads of a layer. Other processes may have some of them."""
         if spread is None:
             return None
@@ -96,8 +109,7 @@ class Allotment:
         return tokens
 
 
-def _takes_part(layer: CompressedLayer) -> bool:
+def _takes_part(layer: AllottedLayer) -> bool:
     """True if a layer has two rates, chosen on the prompt."""
     plan = layer.plan
-    chosen = plan.policy.allots and plan.policy.profile is None
-    return chosen and layer.sliding_window is None and two_rates(plan.keys, plan.values)
+    return plan.policy.waits and layer.sliding_window is None and two_rates(plan.keys, plan.values)

@@ -82,7 +82,7 @@ def choose(
         others = tuple(other for other in candidates if other != name)
         if known.longest and tokens > known.longest:
             why += f"; the model itself reads at most {known.longest:,} tokens"
-        whole, chunks = (known.peak(sizes[name], tokens, chunk=chunk) for chunk in (0, CHUNK))
+        whole, chunks = (known.peak(candidates[name], sizes[name], tokens, chunk=chunk) for chunk in (0, CHUNK))
         return Choice(name, why, tokens, sizes[name], full, (whole, chunks), others)
 
     name = "default" if "default" in candidates else next(iter(candidates))

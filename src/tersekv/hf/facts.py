@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tersekv.errors import UserError
 from tersekv.units import LONGEST
+
+if TYPE_CHECKING:
+    from tersekv.recipe import Recipe
 
 # Other imports are in the functions: facts about a published model need no transformers, which take seconds to import.
 
@@ -39,7 +42,7 @@ class Known(NamedTuple):
         """Config of the text decoder, or None."""
         return None if self.config is None else self.config.get_text_config()
 
-    def peak(self, held: int, tokens: int, batch: int = 1, chunk: int = 0) -> int | None:
+    def peak(self, recipe: Recipe, held: int, tokens: int, batch: int = 1, chunk: int = 0) -> int | None:
         """Return the peak memory of reading a prompt in bfloat16, with weights, None if it is unknown.
 
         held: bytes of the cache after it. chunk: tokens per forward pass, 0 for all at once.
@@ -48,6 +51,8 @@ class Known(NamedTuple):
 
         if self.widths is None:
             return None
+        if recipe.policy().waits:
+            held = max(held, 2 * self.shape.elements(min(chunk or tokens, tokens), batch))
         try:
             return self.weights() + held + prefill_bytes(self.widths, self.shape, tokens, batch, chunk)
         except UserError:

@@ -19,7 +19,7 @@ from tersekv.errors import CacheError, UserError
 from tersekv.hf.allotment import Call
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
-from tersekv.hf.key_check import warn_of_error
+from tersekv.hf.key_check import error_of_keys
 from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
@@ -168,7 +168,9 @@ class CompressedLayer(CacheLayerMixin):
         progress.torn = False
         if not self.measured and (keys.shape[2] > 1 or not self.store.num_tokens % STEP):
             with one_thread(keys.numel()):
-                self.measured = warn_of_error(self, keys)
+                self.measured, figures = error_of_keys(self.store, self.cache.ropes.known(self.index), keys)
+            if figures is not None and figures.is_large:
+                self.cache.warn_of_keys(self.index, figures)
         if progress.linear:
             progress.end(self.index)
         if keys.is_cpu and keys.shape[2] >= MANY_TOKENS:
@@ -228,7 +230,7 @@ class CompressedLayer(CacheLayerMixin):
             return
         RATES(rates, f"{place}.plan.rates")
         try:
-            self.asked = None if self.plan.policy.profile else self.plan
+            self.asked = self.plan if self.plan.policy.waits else None
             self.plan = with_rates(self.plan, own(rates))
         except UserError as error:
             raise UserError(f"{place}.plan.rates do not fit the codec: {error}") from error

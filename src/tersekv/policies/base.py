@@ -125,6 +125,11 @@ class TokenPolicy:
         """True if layers get rates of their own (`sizes/rate_allotment.py`)."""
         return False
 
+    @property
+    def waits(self) -> bool:
+        """True if rates are chosen on the prompt. Its first call stays exact until the last layer has read it."""
+        return False
+
     def with_shares(self, budget: float, rest: float) -> TokenPolicy:
         """Return the policy of one layer with a share of the tokens and the bits of the others, if it `allots`."""
         return self

@@ -7,8 +7,8 @@ fewer bits from the same fit. With `allot=prompt` or `allot=model`, rates and sh
 Tokens are ranked when they are packed: those of a prompt together, and generated tokens in chunks of
 4 blocks. A chunk is ranked among itself by queries that were kept since, one of every 8 tokens.
 
-Good for: the least memory that keeps every token, with allot=model.
-Bad for: time: reading a prompt takes longer, and allot=model measures the model first.
+Good for: the least memory that keeps every token, with allot=prompt.
+Bad for: time: reading a prompt takes longer. With allot=prompt its first call stays exact while it is read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ EVERY, KEPT = 8, 16
 """A query of every `EVERY` tokens is kept, and the latest `KEPT` of them."""
 
 
-RECOMMENDED = "mixed:allot=model,bias_correction=full+trellis:bits={},calibration=prompt"
+RECOMMENDED = "mixed:allot=prompt,bias_correction=full+trellis:bits={},calibration=prompt"
 """Recipe for the least memory, with its bits left out."""
 
 
@@ -77,6 +77,11 @@ class Mixed(Keeping):
     def allots(self) -> bool:
         """True before a layer has got its rates, with allot=prompt or allot=model."""
         return self.allot != "layer"
+
+    @property
+    def waits(self) -> bool:
+        """True before a layer has got its rates, with allot=prompt."""
+        return self.allot == "prompt"
 
     @property
     def profile(self) -> str | None:

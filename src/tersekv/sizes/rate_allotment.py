@@ -20,13 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.cache.segments import STEPS
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
-
-STEPS = 32
-"""Shares are multiples of 1/STEPS."""
 
 CANDIDATES = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 5, 6, 8)
 """Bits that are tried. Less than 1 bit is for layers that read a few tokens only."""
