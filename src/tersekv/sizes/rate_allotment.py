@@ -29,6 +29,9 @@ from tersekv.recipe import LayerPlan
 CANDIDATES = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4, 5, 6, 8)
 """Bits that are tried. Less than 1 bit is for layers that read a few tokens only."""
 
+LEAST_ON_PROMPT = 0.75
+"""Least bits with `allot=prompt`. A prompt does not show what its last quarter never looked at, and later text may."""
+
 
 class Option(NamedTuple):
     """Rates of one layer and the bytes of one token of one head, mean over tokens."""
@@ -133,7 +136,8 @@ def _sizes(plan: LayerPlan, dims: tuple[int, int]) -> tuple[dict[float, float], 
     """
     for codec, dim in zip((plan.keys, plan.values), dims, strict=True):
         codec.layout(dim)  # raises if the method does not serve this head dim
-    by_size = {_bytes(plan, bits, dims): bits for bits in CANDIDATES}  # of equal sizes the last one
+    least = LEAST_ON_PROMPT if plan.policy.waits else 0
+    by_size = {_bytes(plan, bits, dims): bits for bits in CANDIDATES if bits >= least}  # of equal sizes the last one
     sizes = {bits: size for size, bits in by_size.items() if size is not None}
     bits = float(getattr(plan.keys, "bits", 0))
     beside = min((size - own * sum(dims) / 8 for own, size in sizes.items()), default=0.0)  # scales, gains
