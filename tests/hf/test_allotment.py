@@ -19,7 +19,7 @@ from tersekv.hf.allotment import USUAL
 from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
 from tersekv.sizes.estimate import predict
-from tersekv.sizes.rate_allotment import allotted
+from tersekv.sizes.rate_allotment import LEAST_ON_PROMPT, allotted
 from test_interrupted import interrupted
 from test_saved import goes_on_alike, read, singles
 
@@ -102,6 +102,7 @@ def test_layers_get_rates_by_the_prompt(sharp):
     )
     assert ours == pytest.approx(theirs, abs=0.3)
     assert sum(ours) / 3 == pytest.approx(2, abs=0.1)
+    assert min(rest for _, rest, _ in rates(cache)) >= LEAST_ON_PROMPT
     for layer in cache.layers:
         bits, rest, share = layer.plan.rates.tolist()
         assert (layer.store.keys.codec.bits, layer.store.tiers[1].keys.codec.bits) == (bits, rest)
