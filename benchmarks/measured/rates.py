@@ -140,7 +140,7 @@ def page() -> Page:
                 "Rates chosen on the prompt",
                 "`allot=prompt` reads from the prompt how attention spreads, `allot=model` had the measurement of its "
                 "first use. The last column is the mean of the differences of windows. wikitext-2, 2,048 packed "
-                "tokens, then 256 in calls of 64.",
+                "tokens, then 256 in calls of 64. On Gemma 3, 15 of 18 layers have a sliding window, and so one rate.",
                 on_the_prompt(), ["prompt_rates.jsonl"],
                 evaluation.format(8).replace("divergence", "divergence --model MODEL"),
             ),
