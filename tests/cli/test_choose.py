@@ -100,8 +100,7 @@ def test_the_command_tries_recipes(tiny: str, tmp_path: Path, capfd: pytest.Capt
     text.write_text("the quick brown fox jumps over a lazy dog. " * 200)
     made = run_json(capfd, "choose", "--model", tiny, "--try", str(text), "--context", "2k")
     assert made["recipe"] == "default"
-    tried = "default", "safe", "mixed:allot=prompt,bias_correction=full+trellis:bits=1.7,calibration=prompt"
-    assert [one["recipe"] for one in made["tried"]] == [str(tersekv.Recipe.parse(recipe)) for recipe in tried]
+    assert [one["recipe"] for one in made["tried"]] == [str(tersekv.Recipe.parse(r)) for r in ("default", "safe")]
     assert all(0 <= one["kl"] < 1 and one["words"] == in_words(one["kl"]) for one in made["tried"])
     said = run_text(capfd, "choose", "--model", tiny)
     assert [line.split()[0] for line in said.splitlines()] == ["recipe", "why", "cache", "peak"]

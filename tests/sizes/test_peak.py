@@ -9,6 +9,7 @@ import torch
 
 from conftest import build
 from tersekv.hf.facts import load_known, of_config
+from tersekv.recipe import Recipe
 from tersekv.sizes.cache_size import CacheShape
 from tersekv.sizes.estimate import Widths, last_change, predict, prefill_bytes
 
@@ -59,11 +60,16 @@ def test_peaks_are_within_15_percent_of_what_was_measured(
     assert predicted == pytest.approx(peak, rel=0.15)
 
 
+DEFAULT = Recipe.parse("default")
+
+
 def test_a_peak_is_known_by_a_published_name_and_from_a_config() -> None:
-    whole, chunks = (load_known("llama-3.1-8b").peak(0, 32768, chunk=chunk) for chunk in (0, 512))
+    whole, chunks = (load_known("llama-3.1-8b").peak(DEFAULT, 0, 32768, chunk=chunk) for chunk in (0, 512))
     assert 16.1e9 < chunks < 16.8e9 < 19e9 < whole < 21e9
-    assert of_config(build("llama").config).peak(0, 64) is not None
-    assert of_config(build("gpt_oss").config).peak(0, 64) is None  # experts
+    assert of_config(build("llama").config).peak(DEFAULT, 0, 64) is not None
+    assert of_config(build("gpt_oss").config).peak(DEFAULT, 0, 64) is None  # experts
+    waits = Recipe.parse("mixed:allot=prompt+trellis:bits=2,calibration=prompt")  # a prompt is exact at first
+    assert load_known("llama-3.1-8b").peak(waits, 0, 32768) == whole + 32768 * 131072
 
 
 def test_the_length_from_which_a_recipe_is_smaller() -> None:

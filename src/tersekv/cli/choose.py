@@ -44,9 +44,11 @@ def choose(
         parse_bytes(memory, "--memory")
     with output.step("loading torch and transformers"):
         from tersekv.hf.choice import choose as chosen
+        from tersekv.recipe import Recipe
 
         found = chosen(model, memory, tokens)
-    tried = [] if text is None else try_on(model, text, [found.recipe, *found.others])
+    quick = [other for other in found.others if not Recipe.parse(other).policy().allots]  # others are measured first
+    tried = [] if text is None else try_on(model, text, [found.recipe, *quick])
     if as_json:
         document = found._asdict()
         document["peak_bytes"], document["peak_bytes_in_chunks"] = document.pop("peak")

@@ -153,7 +153,8 @@ class CompressedLayer(CacheLayerMixin):
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
         """Append tokens to the store, see `LayerStore`, or let them wait for rates. Errors name the layer."""
         assert self.store is not None
-        if self.cache.allotment.waits(self.index, Call(keys, values, padding, observed)):
+        allotment = self.cache.allotment
+        if allotment.layers and allotment.waits(self.index, Call(keys, values, padding, observed)):
             return
         progress, seen = self.cache.progress, self.store.num_tokens
         progress.torn = True
@@ -301,7 +302,8 @@ class CompressedLayer(CacheLayerMixin):
         compiled pass runs."""
         if is_traced() and self.is_compileable:
             return num_tokens(self.handle)  # type: ignore[return-value]  # as transformers' static layers do
-        return 0 if self.store is None else self.store.num_tokens + self.cache.allotment.tokens(self.index)
+        waiting = self.cache.allotment.tokens(self.index) if self.cache.allotment.calls else 0
+        return 0 if self.store is None else self.store.num_tokens + waiting
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Return (number of keys, offset) of the mask. With handles the mask spans all tokens seen,
