@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 
 #include "unroll.h"
 
@@ -19,20 +20,24 @@ constexpr int kBlock = 4;
 using BlockFloats = float __attribute__((vector_size(4 * kBlock), aligned(4), may_alias));
 using BlockInts = int32_t __attribute__((vector_size(4 * kBlock)));
 
+// Exchange the lanes of `a` with bit S for those of `b` without it. GCC and Clang name the shuffle differently.
+template <int S, int... L>
+[[gnu::always_inline]] inline void exchange_lanes(BlockFloats& a, BlockFloats& b, std::integer_sequence<int, L...>) {
+  const BlockFloats x = a, y = b;
+#ifdef __clang__
+  a = __builtin_shufflevector(x, y, (L & S ? kBlock + L - S : L)...);
+  b = __builtin_shufflevector(x, y, (L & S ? kBlock + L : L + S)...);
+#else
+  a = __builtin_shuffle(x, y, BlockInts{(L & S ? kBlock + L - S : L)...});
+  b = __builtin_shuffle(x, y, BlockInts{(L & S ? kBlock + L : L + S)...});
+#endif
+}
+
 // Exchange the blocks of `S` lanes above the diagonal with those below it.
 template <int S>
 [[gnu::always_inline]] inline void exchange(BlockFloats (&x)[kBlock]) {
-  BlockInts first, second;
-  for (int lane = 0; lane < kBlock; lane++) {
-    first[lane] = lane & S ? kBlock + lane - S : lane;
-    second[lane] = lane & S ? kBlock + lane : lane + S;
-  }
   repeat<kBlock>([&](auto i) TERSEKV_INLINE {
-    if constexpr ((i & S) == 0) {
-      const BlockFloats a = x[i], b = x[i + S];
-      x[i] = __builtin_shuffle(a, b, first);
-      x[i + S] = __builtin_shuffle(a, b, second);
-    }
+    if constexpr ((i & S) == 0) exchange_lanes<S>(x[i], x[i + S], std::make_integer_sequence<int, kBlock>());
   });
   if constexpr (S > 1) exchange<S / 2>(x);
 }
