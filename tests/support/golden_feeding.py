@@ -112,7 +112,7 @@ def stream(layer: int, dim: int) -> tuple[Tensor, Tensor, Tensor]:
     return made(KV_HEADS, 40, 37), made(KV_HEADS, 40, 53), made(KV_HEADS * GROUPS, 1, TOKENS + 1)
 
 
-@mock.patch.object(softmax, "_fast_bfloat16", lambda: False)
+@mock.patch.object(softmax, "_fast_bfloat16", bool)  # bool() is False
 def run(case: Case, folder: Path) -> list[Step]:
     """Return what was found after each step of a story. folder: for the files of saved caches.
 
