@@ -59,7 +59,7 @@ SHAPES: dict[str, tuple[str, dict[str, int | None]]] = {
     ),
 }  # fmt: skip
 """Class and config of DeepSeek-V2-Lite, MiniCPM3-4B, DeepSeek-V3 and GLM-4.7-Flash, from their published configs.
-What is not named is as in DeepSeek-V2-Lite."""
+Fields that are missing have the values of `LATENT`, which are those of DeepSeek-V2-Lite."""
 
 LATENT: dict[str, int | None] = {
     "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import groupby
 
 from measured.base import Page, Row, Section, cpu, rows, table
+from tersekv.lab.evals.tasks.base import Estimate
 
 SPEED, DIVERGENCE = "latent_speed.jsonl", "latent_divergence.jsonl"
 SHAPES = {
@@ -64,10 +65,8 @@ def divergence() -> str:
 
 def kl_of(found: list[Row]) -> str:
     """Return the mean of a divergence with its standard error, in millionths of a nat."""
-    values = [row["kl"] for row in found]
-    n, mean = len(values), sum(values) / len(values)
-    error = (sum((x - mean) ** 2 for x in values) / (n - 1) / n) ** 0.5
-    return f"{1e6 * mean:,.0f} ± {1e6 * error:,.0f}"
+    kl = Estimate.of([1e6 * row["kl"] for row in found])
+    return f"{kl.mean:,.0f} ± {kl.stderr:,.0f}"
 
 
 def page() -> Page:

@@ -148,7 +148,7 @@ def pack(codes: Sequence[Tensor], exponents: Sequence[Tensor]) -> tuple[bytes, l
 class Page(NamedTuple):
     """Codes [k, tokens] of a page of one side of a group, and the steps of its tokens, float32 [tokens].
 
-    codes: in bands, each in the smallest type that fits, because the first ones have much larger codes.
+    codes: by band. A band has the smallest type that holds its codes; those of the first bands are much larger.
     """
 
     codes: list[Tensor]
