@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from packed_views import FORMATS, packed, roped, tokens
-from tersekv.kernels import backends, triton
+from tersekv.kernels import backends, registry, triton
 from tersekv.kernels.attend_packed import attend_packed as reference
 from tersekv.kernels.softmax import attend_exact as exact_reference
 from tersekv.kernels.softmax import merge_segments as merge_reference
@@ -31,18 +31,45 @@ READ = list(FORMATS)
 
 
 @pytest.fixture(params=DEVICES, autouse=True)
-def device(request):
-    """Return the device of the kernels."""
-    if request.param == "cpu" and not triton.interpreted():
+def device(request, monkeypatch):
+    """Return the device of the kernels.
+
+    Interpreted kernels run where they are forced. On a GPU, tensors on the CPU use torch, and a
+    call with tensors on the GPU that no kernel takes fails.
+    """
+    if request.param == "cuda":
+        monkeypatch.setattr(registry, "_log_fallback", fail_on_the_gpu)
+    elif not triton.interpreted():
         pytest.skip("kernels run on the GPU here")
-    with backends.forced("triton"):
+    with backends.forced("triton" if request.param == "cpu" else "auto"):
         yield request.param
 
 
+def fail_on_the_gpu(name, reasons):
+    """Raise if a call falls back to torch although its tensors are on the GPU."""
+    taken = "triton: " not in reasons or "not on a CUDA device" in reasons
+    assert taken, f"{name} ran on torch: {reasons}"
+
+
+def right(op, *call):
+    """Return the operator's result from torch alone, operators within it included."""
+    with backends.forced("reference"):
+        return op(*call)
+
+
+_moved = {}
+"""Tensors on a GPU by the id of the one they were copied from, which is kept alive."""
+
+
 def moved(x, device):
-    """Move a view, an operand or a tensor with all its tensors to a device."""
+    """Move a view, an operand or a tensor with all its tensors to a device. Pages that share a
+    tensor share it there, too."""
     if isinstance(x, torch.Tensor):
-        return x.to(device)
+        if device == "cpu":
+            return x.to(device)
+        if id(x) not in _moved or not torch.equal(_moved[id(x)][1].cpu(), x):
+            _moved[id(x)] = x, x.to(device)
+        return _moved[id(x)][1]
     if isinstance(x, tuple):
         return type(x)(*(moved(item, device) for item in x)) if hasattr(x, "_fields") else x
     if isinstance(x, list):
@@ -69,7 +96,7 @@ def run(device, keys, values, R, mask=None, softcap=None, op=reference):
     key = keys if isinstance(keys, torch.Tensor) else keys.decode()
     query = torch.randn(*key.shape[:2], R, key.shape[-1]).bfloat16().float()  # as a model's are
     call = query, keys, values, mask, key.shape[-1] ** -0.5, softcap
-    expected = op(*call)
+    expected = right(op, *call)
     result = backends.attend_packed(*(moved(x, device) for x in call))
     compare(result, expected, float((query @ key.float().mT).abs().max()) * call[4])
     return result
@@ -141,7 +168,7 @@ def test_scores_alone(device, name, T, monkeypatch):
     plan = launch.plan
     monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=-(-T // 128), split_tokens=128))
     keys, query = view(name, "keys", 2, 2, T).operand, torch.randn(2, 2, 5, 64)
-    expected = reference.reference(query, keys, torch.zeros(2, 2, T, 8), None, 0.125, None)[1]
+    expected = right(reference, query, keys, torch.zeros(2, 2, T, 8), None, 0.125, None)[1]
     lse = triton.score_keys(query.to(device), moved(keys, device), 0.125).cpu()
     torch.testing.assert_close(lse, expected, rtol=LSE, atol=LSE)
 
@@ -219,7 +246,7 @@ def test_exact(device, dtype, D, Dv, T, R):
     call = query, key, value, make_mask(2, R, T), D**-0.5, 20.0
     result = backends.attend_exact(*(moved(x, device) for x in call))
     out, lse = (x.cpu() for x in result)
-    expected = exact_reference.reference(*call)
+    expected = right(exact_reference, *call)
     bound = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
     assert (out - expected[0]).norm() <= bound * expected[0].norm()
     torch.testing.assert_close(lse, expected[1], rtol=1e-4, atol=1e-4)
@@ -242,7 +269,7 @@ def test_extreme_scores(device, factor):
     call = query, keys.operand, values.operand, None, 0.125, None
     result = backends.attend_packed(*(moved(x, device) for x in call))
     assert result[0].isfinite().all()
-    compare(result, reference.reference(*call), float((query @ keys.decode().mT).abs().max()) * 0.125)
+    compare(result, right(reference, *call), float((query @ keys.decode().mT).abs().max()) * 0.125)
 
 
 def test_nan_reaches_only_its_head(device):
@@ -283,7 +310,7 @@ def test_merge_segments(device, segments, D):
         out[1, 1] = 0
     outs[-1] = outs[-1].mT.contiguous().mT
     out, lse = backends.merge_segments([x.to(device) for x in outs], [x.to(device) for x in lses])
-    expected, expected_lse = merge_reference.reference([x.double() for x in outs], [x.double() for x in lses])
+    expected, expected_lse = right(merge_reference, [x.double() for x in outs], [x.double() for x in lses])
     torch.testing.assert_close(out.cpu().double(), expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(lse.cpu().double(), expected_lse, rtol=1e-6, atol=1e-6)
 

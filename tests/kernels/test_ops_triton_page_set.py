@@ -21,7 +21,7 @@ from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.attend_segments import attend_segments as reference
 from tersekv.layouts.base import Concat
 from tersekv.layouts.mean_removed import RotatedMean
-from test_ops_triton import Counted, compare, device, moved, pytestmark  # noqa: F401
+from test_ops_triton import Counted, compare, device, moved, pytestmark, right  # noqa: F401
 
 B, H, D, R = 2, 2, 64, 3
 
@@ -62,7 +62,7 @@ def on(device, segments):  # noqa: F811
 def check(device, segments, softcap=None, query=None):  # noqa: F811
     """Compare all segments with the reference."""
     query = torch.randn(B, H, R, D).bfloat16().float() if query is None else query
-    expected = reference.reference(query, segments, D**-0.5, softcap)
+    expected = right(reference, query, segments, D**-0.5, softcap)
     result = backends.attend_segments(query.to(device), on(device, segments), D**-0.5, softcap)
     most = max(float((query @ decoded(s.keys).mT).abs().max()) for s in segments)
     compare(result, expected, most * D**-0.5)
@@ -372,7 +372,7 @@ def test_segments_of_a_step_are_added(device):  # noqa: F811
         whole = page_set.with_segments(on(device, more))
         got = triton.attend(query.to(device), whole, [m.to(device) for m in masks], 0.125, None)
         all_of_them = [s._replace(mask=m) for s, m in zip([*moved(pages, "cpu"), *more], masks, strict=True)]
-        compare(got, reference(query, all_of_them, 0.125, None), 10.0)
+        compare(got, right(reference, query, all_of_them, 0.125, None), 10.0)
     assert (page_set.segments, len(page_set.groups)) == (2, 1)
 
 

@@ -13,7 +13,7 @@ from tersekv.kernels import backends, triton
 from tersekv.kernels.attend_pages import attend_pages as reference
 from test_ops_pages import PAGEABLE, call, pool
 from test_ops_trellis_attend import stream_view
-from test_ops_triton import compare, device, moved, pytestmark  # noqa: F401
+from test_ops_triton import compare, device, moved, pytestmark, right  # noqa: F401
 
 
 def attend(device, *args):  # noqa: F811
@@ -24,7 +24,7 @@ def attend(device, *args):  # noqa: F811
 
 def run(device, args):  # noqa: F811
     """Attend on the device and compare with the reference."""
-    result, expected = attend(device, *args), reference.reference(*args)
+    result, expected = attend(device, *args), right(reference, *args)
     key = getattr(args[1], "operand", args[1])
     key = key.float() if isinstance(key, torch.Tensor) else key.decode()
     compare(result, expected, float((args[0] @ key.mT).abs().max()) * args[6])
@@ -170,6 +170,6 @@ def test_a_pool_of_an_engine(device, monkeypatch):  # noqa: F811
     out = pool.attend(*latest, step).cpu()
     assert len(called) == 1
     for i, n in enumerate(seen):
-        hats = decoded(slots, keys[i, :n], values[i, :n])
-        own = expected(queries[i, n - 1 : n], keys[i, :n], values[i, :n], hats, p, "step")
+        hats = right(decoded, slots, keys[i, :n], values[i, :n])
+        own = right(expected, queries[i, n - 1 : n], keys[i, :n], values[i, :n], hats, p, "step")
         torch.testing.assert_close(out[i : i + 1], own, atol=4e-3, rtol=4e-3)

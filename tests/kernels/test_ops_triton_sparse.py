@@ -10,7 +10,7 @@ import torch
 
 from tersekv.kernels import backends, encode_sparse
 from tersekv.kernels.triton import encode as kernels
-from test_ops_triton import device, pytestmark  # noqa: F401
+from test_ops_triton import device, pytestmark, right  # noqa: F401
 from test_ops_triton_encode import on, poisoned, same  # noqa: F401
 
 
@@ -20,12 +20,12 @@ def test_quantiles(device, n, share):  # noqa: F811
     torch.manual_seed(n)
     vectors = torch.randn(n, 2, 3).permute(1, 2, 0) * 10
     vectors[0, 1] = vectors[0, 1].round()  # some that are equal
-    same(backends.quantiles(*on(device, vectors, share)), encode_sparse.quantiles.reference(vectors, share))
+    same(backends.quantiles(*on(device, vectors, share)), right(encode_sparse.quantiles, vectors, share))
 
 
 def test_quantiles_beside_infinities(device):  # noqa: F811
     vectors = torch.tensor([[float("inf"), -1.0, 2.0, 3.0], [float("-inf"), 1.0, 1.0, 0.5]])
-    same(backends.quantiles(*on(device, vectors, 0.0)), encode_sparse.quantiles.reference(vectors, 0.0))
+    same(backends.quantiles(*on(device, vectors, 0.0)), right(encode_sparse.quantiles, vectors, 0.0))
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 64, 40), (1, 1, 32, 200), (1, 2, 96, 1)], ids=str)
@@ -40,7 +40,7 @@ def test_pack_outliers(device, shape, share):  # noqa: F811
     chosen = torch.rand(B, H, D, T).mT < share
     chosen[0, 0, :32] = False
     call = residual, chosen
-    result, expected = backends.pack_outliers(*on(device, *call)), encode_sparse.pack_outliers.reference(*call)
+    result, expected = backends.pack_outliers(*on(device, *call)), right(encode_sparse.pack_outliers, *call)
     assert [x.dtype for x in result] == [x.dtype for x in expected]
     same(result, expected)
 
@@ -48,7 +48,7 @@ def test_pack_outliers(device, shape, share):  # noqa: F811
 @pytest.mark.parametrize("all_of_them", [False, True])
 def test_none_and_all(device, all_of_them):  # noqa: F811
     call = torch.randn(1, 2, 32, 8), torch.full((1, 2, 32, 8), all_of_them)
-    same(backends.pack_outliers(*on(device, *call)), encode_sparse.pack_outliers.reference(*call))
+    same(backends.pack_outliers(*on(device, *call)), right(encode_sparse.pack_outliers, *call))
 
 
 def test_no_tokens(device):  # noqa: F811

@@ -17,7 +17,7 @@ from tersekv.cache.segments import Observed
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
 from tersekv.transforms.rope import standard_rope
-from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark  # noqa: F401
+from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark, right  # noqa: F401
 from test_store import store, tokens
 
 RECIPE = "window:sinks=4,recent=32"
@@ -139,7 +139,7 @@ def test_a_call_of_static_capacity_is_replayed(device, name, monkeypatch):  # no
         for there, now in zip((args[0], args[3], args[5]), (query, pages, mask), strict=True):
             there.copy_(now)
         replay()
-        expected = reference.reference(query, keys, values, pages, p, mask, *rest)
+        expected = right(reference, query, keys, values, pages, p, mask, *rest)
         compare(outs, expected, float((query @ keys.decode().mT).abs().max()) * rest[0])
 
 

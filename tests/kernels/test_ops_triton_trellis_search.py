@@ -13,14 +13,14 @@ from tersekv.kernels import backends
 from tersekv.kernels.trellis import encode_trellis as reference
 from tersekv.kernels.triton import encode as encode_trellis
 from test_ops_trellis import mixed_bits, squared_error, tables
-from test_ops_triton import device, pytestmark  # noqa: F401
+from test_ops_triton import device, pytestmark, right  # noqa: F401
 from test_ops_triton_encode import poisoned  # noqa: F401
 
 
 def check(device, y, weight, bits):  # noqa: F811
     call = y, weight, bits, tables()
     windows = backends.encode_trellis(*(x.to(device) for x in call)).cpu()
-    expected = reference.reference(*call)
+    expected = right(reference, *call)
     assert windows.dtype is torch.uint8
     assert torch.equal(windows, expected)
 
@@ -54,9 +54,7 @@ def test_paths_that_tie(device):  # noqa: F811
     """Any of them may win."""
     y, weight, bits = torch.zeros(1, 3, 8), torch.ones(1, 8), torch.full((1, 8), 2, dtype=torch.uint8)
     windows = backends.encode_trellis(*(x.to(device) for x in (y, weight, bits, tables()))).cpu()
-    errors = [
-        squared_error(y, weight, bits, found) for found in (windows, reference.reference(y, weight, bits, tables()))
-    ]
+    errors = [squared_error(y, weight, bits, found) for found in (windows, right(reference, y, weight, bits, tables()))]
     torch.testing.assert_close(*errors, rtol=1e-6, atol=0)
 
 

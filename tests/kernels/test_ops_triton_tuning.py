@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from packed_views import packed, tokens
-from tersekv.kernels import triton
+from tersekv.kernels import backends, triton
 
 pytestmark = pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed()))
 CPU = torch.device("cpu")
@@ -88,3 +88,31 @@ def test_a_matrix_before_rope_fits_shared_memory(tuning, monkeypatch):
     assert "before RoPE, more" not in str(triton.why_not_attend_packed(*call))
     monkeypatch.setattr(tuning, "architecture", lambda device: "sm_86")
     assert "256 × 128 before RoPE, more than 16,384" in str(triton.why_not_attend_packed(*call))
+
+
+@pytest.mark.skipif(not triton.interpreted(), reason="kernels run on the GPU here")
+def test_a_kernel_that_does_not_fit_is_made_smaller(monkeypatch):
+    from triton.runtime.errors import OutOfResources
+
+    from tersekv.kernels.triton import launch, tuning
+
+    kernel, tried = launch.kernels.attend, []
+
+    class Large:
+        def __getitem__(self, grid):
+            def refuse(*args, NB, num_stages, **options):
+                tried.append((NB, num_stages))
+                if num_stages > 1 or NB > 1:
+                    raise OutOfResources(300_000, 232_448, "shared memory")
+                kernel[grid](*args, NB=NB, num_stages=num_stages, **options)
+
+            return refuse
+
+    monkeypatch.setattr(launch.kernels, "attend", Large())
+    monkeypatch.setattr(tuning, "TABLE", {})
+    tuning.chosen.cache_clear()
+    keys, values = (packed("grid", side, tokens(1, 2, 96, 64)).inner.operand for side in ("keys", "values"))
+    with backends.forced("triton"):
+        backends.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None)
+    assert tried == [(4, 2), (4, 1), (2, 1), (1, 1)]
+    tuning.chosen.cache_clear()

@@ -203,3 +203,23 @@ def test_the_table_fits_100_columns() -> None:
     cells = [cell.strip() for cell in row.strip("│").split("│")]
     assert cells == ["default", "8,000", "222 (220–230)", "2.68 (2.31–2.75)", "101", "112", "368.64 MB"]
     assert "default = trellis:bits=3.5,calibration=prompt" in lines
+
+
+def test_random_weights_of_a_config(loaded, tmp_path, capsys) -> None:
+    loaded[0].config.to_json_file(tmp_path / "some.json")
+    call = ["bench", "generate", "-m", str(tmp_path / "some.json"), "--context", "100", "--dtype", "float32"]
+    assert cli.run([*call, "--prefill-chunk", "whole", "--rounds", "1", "--new-tokens", "1", "--json"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [(one["cache"], one["context"]) for one in results] == [
+        ("full", 100),
+        ("trellis:bits=3.5,calibration=prompt", 100),
+    ]
+
+
+@pytest.mark.parametrize("device", ["cuda", "tpu"])
+def test_a_missing_device_is_one_line(device, capsys) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    assert cli.run(["bench", "generate", "--device", device]) == 2
+    said = {"cuda": "this machine has no CUDA device", "tpu": "allowed are cpu and cuda"}
+    assert said[device] in capsys.readouterr().err

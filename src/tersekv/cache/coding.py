@@ -33,6 +33,9 @@ from tersekv.transforms.rope import Angles
 ENCODE_ELEMENTS = 1 << 19
 """Elements of one side encoded at a time. Limits the memory of float32 copies."""
 
+ENCODE_ELEMENTS_ON_GPU = 1 << 23
+"""The same on a GPU, where an encoding takes many launches and its time hardly depends on its size."""
+
 FIT_TOKENS = 2048
 """Maximum number of prompt tokens that a codec is fitted on, to limit float64 copies."""
 
@@ -163,12 +166,14 @@ def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> Pack
 
 
 def chunks(start: int, stop: int, block_tokens: int, like: Tensor) -> Iterator[tuple[int, int]]:
-    """Split a range of tokens into parts of at most ENCODE_ELEMENTS elements, or of one block.
+    """Split a range of tokens into parts of at most ENCODE_ELEMENTS elements (more on a GPU), or of
+    one block.
 
     like: tokens [B, H, n, D] of the same shape, any n.
     """
     B, H, _, D = like.shape
-    step = max(1, ENCODE_ELEMENTS // (B * H * D * block_tokens)) * block_tokens
+    most = ENCODE_ELEMENTS_ON_GPU if like.is_cuda else ENCODE_ELEMENTS
+    step = max(1, most // (B * H * D * block_tokens)) * block_tokens
     step = max(1, stop - start) if like.is_meta else step
     return ((first, min(stop, first + step)) for first in range(start, stop, step))
 

@@ -29,6 +29,7 @@ CACHES_HELP = "Recipe, or a cache of transformers: quanto-4, quanto-2, hqq-4, hq
 DTYPES = ("float32", "bfloat16", "float16")
 DTYPES_HELP = "float32, bfloat16 or float16, separated by commas"
 PREFILL_CHUNK_HELP = "Prompt tokens per forward pass, or whole for one pass. Several separated by commas."
+TIMED_MODEL_HELP = f"{output.MODEL_HELP} A config.json for random weights."
 GENERATE_OUT_HELP = "Append JSON lines to this file, one per dtype, prefill chunk, context and cache."
 SPEED_NOTES = (
     "× full: speed relative to transformers' own cache in the same round.",
@@ -146,7 +147,7 @@ def _gpu_table(measured: MeasuredGpu) -> Any:
 @app.command()
 def generate(
     recipe: Annotated[list[str] | None, typer.Option("--recipe", "-r", help=CACHES_HELP)] = None,
-    model: Annotated[str, typer.Option("--model", "-m", help=output.MODEL_HELP)] = "smollm2",
+    model: Annotated[str, typer.Option("--model", "-m", help=TIMED_MODEL_HELP)] = "smollm2",
     dtype: Annotated[str, typer.Option("--dtype", help=f"Type of weights and activations: {DTYPES_HELP}.")] = (
         "float32,bfloat16"
     ),
@@ -155,6 +156,7 @@ def generate(
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens timed in each round.")] = 32,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Number of rounds; each times every cache.")] = 3,
     threads: Annotated[int | None, typer.Option("--threads", min=1, help="Number of CPU threads.")] = None,
+    device: Annotated[str, typer.Option("--device", help="Device: cpu or cuda.")] = "cpu",
     calibration: output.Calibrations = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help=GENERATE_OUT_HELP)] = None,
     as_json: output.Json = False,
@@ -165,15 +167,16 @@ def generate(
     Transformers' own cache (full) is always measured, too.
     """
     dtypes, lengths, chunks = _dtypes(dtype), parse_lengths(context, "--context"), _chunks(prefill_chunk)
+    check_device(device)
     use_threads(threads)
     caches = recipe or [output.DEFAULT_RECIPE]
     documents: list[dict[str, Any]] = []
     for name in dtypes:
-        network, tokenizer = load(model, name)
+        network, tokenizer = _timed_model(model, name, device)
         from tersekv.lab.bench.generate import run
 
         found = []
-        common = {"model": model, "new_tokens": new_tokens, "load": _load()}
+        common = {"model": model, "new_tokens": new_tokens, "load": _load(), **_device_facts(device)}
         with output.step("making prompts", unit="timings") as step:
             for decoding in run(
                 network, tokenizer, caches, lengths, chunks, new_tokens, rounds, calibration, report=output.report,
@@ -189,6 +192,33 @@ def generate(
         del network  # before the next one is loaded
     if as_json:
         output.print_json({"model": model, "results": documents})
+
+
+def check_device(device: str) -> None:
+    """Raise UserError unless the device is the CPU or a CUDA device of this machine."""
+    import torch
+
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"--device {device!r}: allowed are cpu and cuda")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError("--device cuda: this machine has no CUDA device")
+
+
+def _timed_model(model: str, dtype: str, device: str) -> tuple[Any, Any]:
+    """Return (model, tokenizer) on the device; random weights and no tokenizer for a config file."""
+    if model.endswith(".json"):
+        from tersekv.models.loading import expanded, random_model
+
+        return random_model(expanded(model), dtype, device), None
+    network, tokenizer = load(model, dtype)
+    return network.to(device), tokenizer
+
+
+def _device_facts(device: str) -> dict[str, Any]:
+    """Return what records say of a GPU; nothing for the CPU."""
+    import torch
+
+    return _gpu_machine(torch.cuda.get_device_name()) if device == "cuda" else {}
 
 
 def _dtypes(text: str) -> list[str]:

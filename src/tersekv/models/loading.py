@@ -277,6 +277,17 @@ def load(name_or_path: str, dtype: str = "auto", report: Report | None = None) -
     return model.eval(), tokenizer
 
 
+def random_model(config_file: Path, dtype: str, device: str = "cpu") -> Any:
+    """Return a model with random weights in eval mode, from a config.json of any name. Its speed is
+    the model's own; its answers mean nothing."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    config = config_of_file(config_file)
+    with quiet(), torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).eval()
+
+
 def check_weights(folder: Path) -> None:
     """Raise UserError unless every safetensors file in the folder or its index is whole."""
     index = folder / "model.safetensors.index.json"

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from triton.runtime.errors import OutOfResources
 
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment
@@ -14,7 +15,7 @@ from tersekv.kernels.triton import attend_kernel as kernels
 from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton.leaves import Leaf, power
 from tersekv.kernels.triton.page_set import Group, PageSet, joined_mask, part, prepare, strided
-from tersekv.kernels.triton.tuning import plan
+from tersekv.kernels.triton.tuning import key_of, plan, shrink
 from tersekv.tensors import last_contiguous
 
 merging = kernels
@@ -96,11 +97,27 @@ def _attend(
     return results[0] if len(results) == 1 else merge_segments([out for out, _ in results], [lse for _, lse in results])
 
 
-def _launch(
+def _launch(query: Tensor, groups: Sequence[Group], *call: Any) -> tuple[Tensor, Tensor]:
+    """Return out [B, H, R, channels] and lse [B, H, R] over groups that have equally many channels.
+    A kernel that does not fit the GPU is compiled again in smaller sizes."""
+    while True:
+        try:
+            return _launched(query, groups, *call)
+        except OutOfResources:
+            smaller = [_shrink(group, query.shape[2]) for group in groups]
+            if not any(smaller):
+                raise
+
+
+def _shrink(group: Group, R: int) -> bool:
+    group.forget_plans()
+    return shrink(key_of(R, group.keys.leaves, group.values.leaves, group.device, bool(group.keys.roped)))
+
+
+def _launched(
     query: Tensor, groups: Sequence[Group], masks: Sequence[Tensor | None], scaling: float, softcap: float | None,
     pages: tuple[Any, ...],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return out [B, H, R, channels] and lse [B, H, R] over groups that have equally many channels."""
     (B, H, R, _), channels = query.shape, groups[0].values.channels
     plans = [group.planned((B * H, R, *pages[2:3]), _planner(group, B * H, R, *pages[2:3])) for group in groups]
     splits = sum(count for _, count, _ in plans)

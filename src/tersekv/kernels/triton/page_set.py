@@ -113,6 +113,10 @@ class Group:
             self._plans[key] = self._runs(make())
         return self._plans[key]
 
+    def forget_plans(self) -> None:
+        """Plan again at the next launch."""
+        self._plans.clear()
+
     def _runs(self, plan: LaunchPlan) -> tuple[LaunchPlan, int, Tensor | None]:
         tile = 32 * plan.blocks
         padded = [-(-part.tokens // tile) * tile for part in self.parts]

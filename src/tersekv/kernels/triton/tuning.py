@@ -93,9 +93,8 @@ def plan(
 ) -> LaunchPlan:
     """Plan a launch for `heads` batch rows × key-value heads, R query rows each, over T tokens. No
     tile is longer than a page."""
-    rows = 8 if R <= 8 else 16 if R <= 16 else 32
-    channels = max(leaf.spec[2] for leaf in (*keys, *values))
-    shape = chosen(Key(architecture(device), _kinds(keys), _kinds(values), has_rope, rows, channels))
+    key = key_of(R, keys, values, device, has_rope)
+    rows, shape = key.rows, chosen(key)
     if page_tokens is not None:
         shape = shape._replace(blocks=math.gcd(shape.blocks, page_tokens // 32))
     tile = 32 * shape.blocks
@@ -103,6 +102,23 @@ def plan(
     splits = max(1, min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
     split_tokens = -(-tiles // splits) * tile
     return LaunchPlan(rows, shape.blocks, max(1, -(-T // split_tokens)), split_tokens, shape.warps, shape.stages)
+
+
+def key_of(R: int, keys: Sequence[Leaf], values: Sequence[Leaf], device: torch.device, has_rope: bool) -> Key:
+    """Return the key of a call with R query rows."""
+    rows = 8 if R <= 8 else 16 if R <= 16 else 32
+    channels = max(leaf.spec[2] for leaf in (*keys, *values))
+    return Key(architecture(device), _kinds(keys), _kinds(values), has_rope, rows, channels)
+
+
+def shrink(key: Key) -> bool:
+    """Choose a smaller size for a key whose kernel did not fit the GPU. False if there is none."""
+    now = chosen(key)
+    if now.stages == now.blocks == 1:
+        return False
+    TABLE[key] = now._replace(stages=1) if now.stages > 1 else now._replace(blocks=now.blocks // 2)
+    chosen.cache_clear()
+    return True
 
 
 def _kinds(leaves: Sequence[Leaf]) -> tuple[tuple[int, int], ...]:

@@ -51,7 +51,7 @@ class CudaClock:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             kept = run()
-        return functools.partial(_replay, graph, kept)
+        return functools.partial(_replay, graph, run, kept)
 
     def turns(self, ways: Mapping[str, Sequence[Run]], seconds: float) -> dict[str, Spread]:
         """Run rounds until `seconds` have passed, at least twenty. The first round is not counted."""
@@ -75,7 +75,7 @@ class CudaClock:
         return {name: events[i].elapsed_time(events[i + 1]) for i, name in enumerate(ways)}
 
 
-def _replay(graph: torch.cuda.CUDAGraph, kept: Any) -> None:
-    """Replay the graph. kept: outputs of the graph, kept alive because the graph writes to their
-    memory."""
+def _replay(graph: torch.cuda.CUDAGraph, run: Run, kept: Any) -> None:
+    """Replay the graph. run, kept: the captured function with its inputs, and its outputs. They are
+    kept alive because the graph reads and writes their memory."""
     graph.replay()

@@ -117,6 +117,7 @@ def run(
 
     `full`, transformers' own cache, is always the first result.
 
+    - tokenizer: None for a prompt of random tokens.
     - names: recipes, or names from `PEERS`.
     - contexts: lengths in tokens.
     - prefill_chunks: tokens per forward pass over the prompt, None for all of it.
@@ -136,7 +137,8 @@ def run(
     done, total = 0, len(prefill_chunks) * len(contexts) * rounds * len(caches)
     for chunk in prefill_chunks:
         for context in contexts:
-            ids = prompt(tokenizer, context + 1).to(model.device)
+            ids = prompt(tokenizer, context + 1) if tokenizer else random_prompt(model, context + 1)
+            ids = ids.to(model.device)
             found = {name: Decoding(name, dtype, context, chunk, execution, seed) for name in caches}
             for turn in range(rounds):
                 for name, empty in caches.items():
@@ -159,6 +161,12 @@ def prompt(tokenizer: Any, tokens: int, offset: int = 0) -> Tensor:
     """
     text = pydoc_document(tokenizer, tokens + 50, offset=offset)
     return tokenizer(text, return_tensors="pt", add_special_tokens=False, verbose=False).input_ids[:, :tokens]
+
+
+def random_prompt(model: Any, tokens: int) -> Tensor:
+    """Return random token ids [1, tokens], the same at every call."""
+    g = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.get_text_config().vocab_size, (1, tokens), generator=g)
 
 
 def _check_contexts(model: Any, contexts: Sequence[int], new_tokens: int) -> None:
@@ -190,7 +198,7 @@ def _time(
         feed(model, cache, ids[:, :BASELINE])
         into.baseline_ms.append(_decode_ms(model, cache, ids[:, BASELINE : BASELINE + 1], new_tokens))
     del cache  # freed before memory is measured
-    with PeakMemory() as peak:
+    with PeakMemory(model.device) as peak:
         cache, attention = empty()
         with attention:
             start = _clock(model)
