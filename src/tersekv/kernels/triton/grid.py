@@ -60,9 +60,15 @@ def _unit(S: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def _plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
+def plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
     """Load the scale or offset (float32) of elements; token (counted from n0) and channel are
     broadcast to each other."""
+    return stored_plane(leaf, FIRST, b, h, n0, token, channel, ok, S, LEAF).to(tl.float32)
+
+
+@triton.jit
+def stored_plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
+    """The same in the stored type."""
     token = from_block(n0, token, S, LEAF)
     block, inside = token // S[LEAF][BLOCK], token % S[LEAF][BLOCK]
     if S[LEAF][PER_TOKEN]:
@@ -70,12 +76,12 @@ def _plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.conste
     else:
         at = (inside // S[LEAF][GROUP]) * S[LEAF][CHANNELS] + channel
     first = block_at(leaf, FIRST, b, h, n0, S, LEAF)
-    return tl.load(first + block * leaf[FIRST + 3] + at, mask=ok, other=0.0).to(tl.float32)
+    return tl.load(first + block * leaf[FIRST + 3] + at, mask=ok, other=0.0)
 
 
 @triton.jit
 def _factor(leaf, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Load the second scale (float32) of elements, see `_plane`."""
+    """Load the second scale (float32) of elements, see `plane`."""
     token = from_block(n0, token, S, LEAF)
     block, inside = token // S[LEAF][BLOCK], token % S[LEAF][BLOCK]
     at = block * leaf[FACTOR + 3]
@@ -87,9 +93,9 @@ def _factor(leaf, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.conste
 def _scaled(x, leaf, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
     """factor·(scale·entry + offset), float32, from a tile of `_entries`."""
     x = x.to(tl.float32) * _unit(S, LEAF)
-    x *= _plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
+    x *= plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
     if S[LEAF][HAS_OFFSET]:
-        x += _plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
+        x += plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
     if S[LEAF][HAS_FACTOR]:
         x *= _factor(leaf, b, h, n0, token, channel, ok, S, LEAF)
     return x
@@ -132,7 +138,7 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
         x = _key_entries(leaf, b, h, n0, T, S, LEAF, NB)
         token, channel = 32 * tl.arange(0, NB)[:, None], tl.arange(0, K)[None, :]
         ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
-        scale = _plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
+        scale = plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
         most = 1.0
         if S[LEAF][WIDE]:
             most = largest(scale)
@@ -140,7 +146,7 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
         coefficients = (q[None, :, :] * scale[:, :, None]).to(tl.float16)
         s = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
+            offset = plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
             s += _offsets(offset, q)
         s = tl.reshape(s, (N, q.shape[1]))
         if S[LEAF][HAS_FACTOR]:
@@ -151,9 +157,9 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
         token = tl.arange(0, N)
         x = tl.reshape(_key_entries(leaf, b, h, n0, T, S, LEAF, NB), (N, K))
         s = product(x, q.to(tl.float16)) * _unit(S, LEAF)
-        s *= _plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None]
+        s *= plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None]
         if S[LEAF][HAS_OFFSET]:
-            s += _plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None] * tl.sum(q, axis=0)[None, :]
+            s += plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None] * tl.sum(q, axis=0)[None, :]
         return s
     else:
         x = decode_keys_grid(leaf, b, h, n0, T, S, LEAF, NB)
@@ -181,23 +187,23 @@ def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
     token = tl.arange(0, 32 * NB)
     # a scale per token goes to the weight, and one product serves all channels
     if S[LEAF][SCALES] == TO_PRODUCT:
-        scale = _plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)
+        scale = plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)
         most = largest(scale)
         coefficients = (p * (scale / most)[:, None]).to(tl.float16)
         out = product(tl.reshape(x, (32 * G, 32 * NB)), coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)
+            offset = plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
         return out
     elif S[LEAF][SCALES] == TO_COEFFICIENTS:
         channel = 32 * tl.arange(0, G)[:, None]
         ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
-        scale = _plane(leaf, SCALE, b, h, n0, token[None, :], channel, ok, S, LEAF)
+        scale = plane(leaf, SCALE, b, h, n0, token[None, :], channel, ok, S, LEAF)
         most = largest(scale)
         coefficients = (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)
         out = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            offset = _plane(leaf, OFFSET, b, h, n0, token[None, :], channel, ok, S, LEAF)
+            offset = plane(leaf, OFFSET, b, h, n0, token[None, :], channel, ok, S, LEAF)
             out += _offsets(offset, p)
         return tl.reshape(out, (32 * G, p.shape[1]))
     else:

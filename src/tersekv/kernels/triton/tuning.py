@@ -19,8 +19,8 @@ from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton.leaves import Leaf
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
-"""Programs per multiprocessor that a launch aims at, so that each multiprocessor can switch between
-several."""
+"""Programs per multiprocessor that a launch aims at where nothing was measured, so that each
+multiprocessor can switch between several."""
 
 SMALL = {
     kind.value
@@ -32,11 +32,13 @@ SMALL = {
 
 
 class Shape(NamedTuple):
-    """Tokens handled at a time, in blocks of 32, and Triton's number of warps and stages."""
+    """Tokens handled at a time, in blocks of 32; Triton's number of warps and stages; programs per
+    multiprocessor that a launch aims at."""
 
     blocks: int
     warps: int
     stages: int
+    programs: int = PROGRAMS_PER_MULTIPROCESSOR
 
 
 class Key(NamedTuple):
@@ -99,7 +101,7 @@ def plan(
         shape = shape._replace(blocks=math.gcd(shape.blocks, page_tokens // 32))
     tile = 32 * shape.blocks
     tiles, programs = max(1, -(-T // tile)), max(1, heads * -(-R // rows))
-    splits = max(1, min(tiles, PROGRAMS_PER_MULTIPROCESSOR * multiprocessors(device) // programs))
+    splits = max(1, min(tiles, shape.programs * multiprocessors(device) // programs))
     split_tokens = -(-tiles // splits) * tile
     return LaunchPlan(rows, shape.blocks, max(1, -(-T // split_tokens)), split_tokens, shape.warps, shape.stages)
 

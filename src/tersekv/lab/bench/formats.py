@@ -24,6 +24,7 @@ FORMATS = {
     "grid3": "kivi:bits=3",
     "grid2": "kivi:bits=2",
     "grid1": "kivi:bits=1",
+    "turboquant4": "turboquant:bits=4",
     "qjl256": "qjl:sketch=256,outliers=0,value_bits=4,initial_layers=0",
     "qjl256+outliers": "qjl:sketch=256,outlier_sketch=256,value_bits=4,initial_layers=0",
     "polar": "polarquant",
