@@ -61,34 +61,31 @@ def page() -> Page:
     return Page(
         "GPU",
         "Triton kernels on an H100 beside torch's flash attention, and whole steps of a model of 8B parameters.",
-        f"{device}. One GPU, one day, random data and weights. What serves your model best is a command away: "
-        "`tersekv bench attend --device cuda`, `tersekv bench generate --device cuda`. Please send records of other "
-        "GPUs.",
+        f"{device}. One GPU, one day, random data and weights. `tersekv bench attend --device cuda` and `tersekv bench "
+        "generate --device cuda` measure yours. Please send records of other GPUs.",
         (
             Section(
                 "Attention of one token",
-                "One layer of Llama-3.1-8B's shape: 32 query heads, 8 key-value heads, head dim 128. Each way is a CUDA "
-                "graph, all ways take turns on inputs larger than the cache. The floor is the time to read a way's bytes "
-                "as fast as a device copy does. The last column but one compares with the fastest way in bfloat16. "
-                "Rotating queries (`turboquant`) is not timed. In a whole step, kernels for the window and the sinks "
-                "follow.",
+                "One layer of Llama-3.1-8B's shape: 32 query heads, 8 key-value heads, head dim 128. Each way is a "
+                "CUDA graph, and all ways take turns on inputs larger than the cache. The floor is the time to read a "
+                "way's bytes as fast as a device copy does. `times as fast` compares with the fastest way in bfloat16. "
+                "Rotating queries (`turboquant`) is not timed.",
                 attention(), ["attend_gpu.jsonl"],
                 "tersekv bench attend --device cuda --formats all --batch 1,8 --out FILE",
             ),
             Section(
                 "Launch sizes",
-                "The fastest of up to 36 sizes of each format at 32,768 tokens, which the library uses on this GPU, and "
-                "the slowest that ran. The first design, from counts of instructions, had 4 blocks, 4 warps and 2 stages "
-                "for grids and 2 blocks for others.",
+                "The fastest of up to 36 sizes of each format at 32,768 tokens, which the library uses on this GPU, "
+                "and the slowest that ran.",
                 sizes(), ["launch_sizes.jsonl"], "python benchmarks/launch_sizes.py --out FILE",
             ),
             Section(
                 "Whole steps and prompts",
                 "Random weights of Llama-3.1-8B's config in bfloat16 through transformers, without `torch.compile`. At "
                 "these contexts a step is bound by the host, which launches some 50 kernels per layer, so a faster "
-                "attention hardly shows; the host of this machine was slow.",
+                "attention hardly shows. The host of this machine was slow.",
                 decoding(), ["generate_gpu.jsonl"],
-                "tersekv bench generate --model config.json --device cuda --dtype bfloat16 --context 8k,32k -r kivi:bits=4 "
+                "tersekv bench generate --model config.json --device cuda --dtype bfloat16 --context 8k -r kivi:bits=4 "
                 "-r default --prefill-chunk whole --rounds 1 --new-tokens 16 --out FILE",
             ),
         ),
