@@ -8,7 +8,8 @@ import torch
 from packed_views import tokens
 from tersekv.codecs import methods
 from tersekv.kernels import backends
-from test_ops_triton import device, make_mask, pytestmark, run  # noqa: F401
+from tersekv.kernels.attend_packed import attend_packed
+from test_ops_triton import compare, device, make_mask, moved, pytestmark, right  # noqa: F401
 
 GRIDS = {
     "keys per channel, values in groups": ("kivi", {"bits": 4}),
@@ -25,13 +26,16 @@ def test_slices(device, name, D, T):  # noqa: F811
     method, options = GRIDS[name]
     torch.manual_seed(D)
     pair = methods()[method].build(**options)
-    large = 1e5 if "beyond" in name else 1.0
+    large = 1e6 if "beyond" in name else 1.0
     with backends.forced("auto"):
         keys, values = (
             codec.view(codec.encode(x), D)
             for codec, x in ((pair.keys, large * tokens(2, 2, T, D)), (pair.values, tokens(2, 2, T, D)))
         )
-    run(device, keys.inner, values.inner, 6, make_mask(2, 3, T))
+    query = torch.randn(2, 2, 6, D).bfloat16().float() / large
+    call = query, keys.inner.operand, values.inner.operand, make_mask(2, 3, T), D**-0.5, None
+    result = backends.attend_packed(*(moved(x, device) for x in call))
+    compare(result, right(attend_packed, *call), float((query @ keys.inner.decode().mT).abs().max()) * D**-0.5)
 
 
 def test_which_grids_are_sliced(device):  # noqa: F811

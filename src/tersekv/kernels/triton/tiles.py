@@ -203,14 +203,28 @@ def tile_cos_sin(
     consecutive positions they are the first token's rotation times the rotations of 0 to N − 1
     steps, which all tiles share."""
     if KIND == CONSECUTIVE:
-        a, b_ = _of_position(angles, FIRST, _place(angles, FIRST, b, h, n0), cos_column, mask)
-        i = tl.arange(0, N)[:, None]
-        x, y = _digit(angles, FIRST, i, 0, cos_column, mask)
-        if N > BASE:
-            u, v = _digit(angles, FIRST, i, 1, cos_column, mask)
-            x, y = x * u - y * v, y * u + x * v
+        a, b_ = first_cos_sin(angles, FIRST, b, h, n0, cos_column, mask)
+        x, y = step_cos_sin(angles, FIRST, cos_column, mask, N)
         cos, sin = a * x - b_ * y, b_ * x + a * y
     else:
         n = tl.minimum(n0 + tl.arange(0, N), T - 1)[:, None]
         cos, sin = cos_sin(angles, FIRST, b, h, n, cos_column, sin_column, mask, KIND)
     return cos, sin
+
+
+@triton.jit
+def first_cos_sin(angles, FIRST: tl.constexpr, b, h, n0, column, mask):
+    """Return cos and sin of token n0, of the columns' shape."""
+    return _of_position(angles, FIRST, _place(angles, FIRST, b, h, n0), column, mask)
+
+
+@triton.jit
+def step_cos_sin(angles, FIRST: tl.constexpr, column, mask, N: tl.constexpr):
+    """Return cos and sin [N, channels] of the rotations by 0 to N − 1 steps, column and mask
+    [1, channels]."""
+    i = tl.arange(0, N)[:, None]
+    x, y = _digit(angles, FIRST, i, 0, column, mask)
+    if N > BASE:
+        u, v = _digit(angles, FIRST, i, 1, column, mask)
+        x, y = x * u - y * v, y * u + x * v
+    return x, y

@@ -11,6 +11,7 @@ from tersekv.kernels.triton.leaves import (
     BLOCK,
     CHANNELS,
     CHOSEN,
+    CONSECUTIVE,
     FLOAT8,
     FLOAT32,
     LEVEL_BITS,
@@ -21,7 +22,17 @@ from tersekv.kernels.triton.leaves import (
     PADDED_SKETCH_ROWS,
     SKETCH_ROWS,
 )
-from tersekv.kernels.triton.tiles import PAIRS, block_at, head_at, largest, product, tile_cos_sin, tokens_at
+from tersekv.kernels.triton.tiles import (
+    PAIRS,
+    block_at,
+    first_cos_sin,
+    head_at,
+    largest,
+    product,
+    step_cos_sin,
+    tile_cos_sin,
+    tokens_at,
+)
 
 # Fields of an exact leaf: the tensor and its strides of batch row, head and token.
 
@@ -281,7 +292,17 @@ def load_keys_rotated_mean(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.const
     sign = tl.load(pairs + 3, mask=moved, other=0)
     mean = tl.load(head_at(leaf, MEAN, b, h) + c, mask=inside, other=0.0)
     across = tl.load(head_at(leaf, MEAN, b, h) + partner, mask=moved, other=0.0) * sign.to(tl.float32)
-    cos, sin = tile_cos_sin(leaf, ANGLES, b, h, n0, T, column, sine, moved[None, :], N, S[LEAF][ANGLES_KIND])
-    x = mean[None, :] * cos + across[None, :] * sin
-    most = largest(x)
-    return product((x / most).to(tl.float16), q.to(tl.float16)) * most
+    if S[LEAF][ANGLES_KIND] == CONSECUTIVE:
+        # the vector is rotated to the tile's first token, and all tiles share the steps from there
+        a, z = first_cos_sin(leaf, ANGLES, b, h, n0, column, moved[None, :])
+        a, z = tl.reshape(a, (c.shape[0],)), tl.reshape(z, (c.shape[0],))
+        most = largest(tl.abs(mean) + tl.abs(across))
+        own, other = (mean * a + across * z) * (1.0 / most), (across * a - mean * z) * (1.0 / most)
+        cos, sin = step_cos_sin(leaf, ANGLES, column, moved[None, :], N)
+        s = product(cos.to(tl.float16), (q * own[:, None]).to(tl.float16))
+        return (s + product(sin.to(tl.float16), (q * other[:, None]).to(tl.float16))) * most
+    else:
+        cos, sin = tile_cos_sin(leaf, ANGLES, b, h, n0, T, column, sine, moved[None, :], N, S[LEAF][ANGLES_KIND])
+        x = mean[None, :] * cos + across[None, :] * sin
+        most = largest(x)
+        return product((x / most).to(tl.float16), q.to(tl.float16)) * most
