@@ -17,6 +17,9 @@ GRIDS = {
     "scales beyond float16": ("uniform", {"bits": 4, "axis": "channel", "group": 32, "scales": "bf16"}),
     "scales per token": ("uniform", {"bits": 4, "axis": "token", "group": 0}),
     "two bits per token": ("uniform", {"bits": 2, "axis": "token", "group": 0}),
+    "a table, scales per token": ("turboquant", {"bits": 4.0}),
+    "a table, groups": ("normalfloat", {"axis": "channel", "group": 32}),
+    "a table that differs between rows": ("kvquant", {"bits": 4, "calibration": "prompt", "outliers": 0}),
 }
 
 
@@ -27,11 +30,10 @@ def test_slices(device, name, D, T):  # noqa: F811
     torch.manual_seed(D)
     pair = methods()[method].build(**options)
     large = 1e6 if "beyond" in name else 1.0
+    x, y = large * tokens(2, 2, T, D), tokens(2, 2, T, D) + 0.5
     with backends.forced("auto"):
-        keys, values = (
-            codec.view(codec.encode(x), D)
-            for codec, x in ((pair.keys, large * tokens(2, 2, T, D)), (pair.values, tokens(2, 2, T, D)))
-        )
+        codecs = pair.keys.fit(x), pair.values.fit(y)
+        keys, values = (codec.view(codec.encode(z), D) for codec, z in zip(codecs, (x, y), strict=True))
     query = torch.randn(2, 2, 6, D).bfloat16().float() / large
     call = query, keys.inner.operand, values.inner.operand, make_mask(2, 3, T), D**-0.5, None
     result = backends.attend_packed(*(moved(x, device) for x in call))
@@ -44,8 +46,8 @@ def test_which_grids_are_sliced(device):  # noqa: F811
     from tersekv.kernels.triton import trees
     from tersekv.kernels.triton.grid_slices import sliced
 
-    def of(side, bits, D, **options):
-        codec = getattr(methods()["uniform"].build(bits=bits, **options), side)
+    def of(side, bits, D, method="uniform", **options):
+        codec = getattr(methods()[method].build(bits=bits, **options), side)
         operand = codec.view(codec.encode(torch.randn(1, 1, 128, D)), D).inner.operand
         made = getattr(trees, side)(operand, torch.device("cpu"))
         return tuple(leaf.spec for leaf in made.leaves)
@@ -55,3 +57,68 @@ def test_which_grids_are_sliced(device):  # noqa: F811
     assert [D for D in (32, 64, 128) if sliced(of("keys", 2, D, **groups), 0, D // 32)] == [128]
     assert [n for n in (1, 2, 4) if sliced(of("values", 4, 64, axis="token", group=32), 0, n)] == [2, 4]
     assert [n for n in (1, 2, 4) if sliced(of("values", 4, 64, axis="token", group=0), 0, n)] == [4]
+    table = {"method": "normalfloat", **groups}
+    assert [bits for bits in (2, 3, 4) if sliced(of("keys", bits, 128, **table), 0, 4)] == [4]
+
+
+def run_ptx(text, **registers):
+    """Run straight-line PTX of the few instructions that slices use, on numbers of 32 bits."""
+    known = dict(registers)
+
+    def value(name):
+        return known[name] if name in known else int(name, 0)
+
+    def byte(a, b, nibble):
+        found = (a | b << 32) >> 8 * (nibble & 7) & 255
+        return (255 if found > 127 else 0) if nibble & 8 else found
+
+    def fma(*halves):
+        a, b, c = (torch.tensor([x & 0xFFFF, x >> 16]).to(torch.uint16).view(torch.float16).double() for x in halves)
+        low, high = (a * b + c).half().view(torch.uint16).tolist()
+        return low | high << 16
+
+    does = {
+        "mov.b32": lambda a: a, "shr.b32": lambda a, n: a >> n, "shl.b32": lambda a, n: a << n,
+        "and.b32": lambda a, b: a & b, "fma.rn.f16x2": fma,
+        "prmt.b32": lambda a, b, s: sum(byte(a, b, s >> 4 * i & 15) << 8 * i for i in range(4)),
+        "lop3.b32": lambda a, b, c, table: sum(
+            (table >> ((a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1)) & 1) << i for i in range(32)
+        ),
+    }  # fmt: skip
+    for line in text.strip("{ }").split(";"):
+        name, _, rest = line.strip().partition(" ")
+        if name in does:
+            to, *of = (part.strip() for part in rest.split(","))
+            known[to] = does[name](*map(value, of)) & 0xFFFFFFFF
+    return known
+
+
+def halves_of(number):
+    return torch.tensor([number & 0xFFFF, number >> 16]).to(torch.uint16).view(torch.float16).tolist()
+
+
+@pytest.mark.parametrize("bits", [2, 4])
+def test_ptx_of_integers(bits):
+    from tersekv.kernels.triton.grid_slices import _unpacking
+
+    words = torch.randint(2**32, (20,), generator=torch.Generator().manual_seed(bits)).tolist()
+    for word in words:
+        for k in range(16 // bits):
+            out = run_ptx(_unpacking(bits, k), **{"$1": word})["$0"]
+            assert halves_of(out) == [(word >> at + bits * k) % 2**bits for at in (0, 16)]
+
+
+def test_ptx_of_a_table():
+    from tersekv.kernels.triton.grid_slices import _looking_up
+
+    table = torch.randn(16, generator=torch.Generator().manual_seed(0)).half()
+    bits = table.view(torch.uint16).tolist()
+    registers = {}
+    for high in (0, 1):
+        for k in range(4):
+            word = sum((bits[4 * k + i] >> 8 * high & 255) << 8 * i for i in range(4))
+            registers[f"${5 + 8 * high + 2 * k}"] = word
+    for word in torch.randint(2**32, (20,), generator=torch.Generator().manual_seed(1)).tolist():
+        known = run_ptx(_looking_up(), **{"$4": word}, **registers)
+        for k in range(4):
+            assert halves_of(known[f"${k}"]) == [table[word >> at + 4 * k & 15].item() for at in (0, 16)]

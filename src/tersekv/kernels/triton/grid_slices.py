@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
-from tersekv.kernels.triton.grid import CODES, OFFSET, SCALE, plane, stored_plane
+from tersekv.kernels.triton.grid import CODES, OFFSET, SCALE, TABLE, plane, stored_plane
 from tersekv.kernels.triton.leaves import (
     BITS,
     BLOCK,
@@ -40,7 +40,8 @@ def sliced(S, LEAF, UNITS):
     are at least 16 columns wide, or 32 in products that `leaves.power` pads."""
     spec = S[LEAF]
     least = {TO_COEFFICIENTS.value: 16, TO_PRODUCT.value: 32}.get(spec[SCALES], 1 << 30)
-    return bool(spec[IS_INTEGER]) and spec[BITS] in (2, 4) and 2 * spec[BITS] * UNITS >= least and not spec[HAS_FACTOR]
+    bits = (2, 4) if spec[IS_INTEGER] else (4,)
+    return spec[BITS] in bits and 2 * spec[BITS] * UNITS >= least and not spec[HAS_FACTOR]
 
 
 @triton.constexpr_function
@@ -65,6 +66,62 @@ def _slice(halves, BITS: tl.constexpr, SLICE: tl.constexpr):
         return ((halves.to(tl.int32) >> (BITS * SLICE)) & ((1 << BITS) - 1)).to(tl.float16)
     else:
         return tl.inline_asm_elementwise(_unpacking(BITS, SLICE), "=r,r", [halves], tl.float16, True, 2)
+
+
+@triton.constexpr_function
+def _looking_up():
+    """Return PTX that converts two half-words of four 4-bit codes to their four slices of two
+    entries. prmt reads eight bytes by the low bits of four codes at once. Bytes of entries 8 to 15
+    are taken where a code's high bit, spread over a byte, is set."""
+    low, high = (tuple(f"${i + 2 * k}" for k in range(4)) for i in (5, 13))
+    lines = [".reg .b32 w, s, v, m, a, b, l0, h0, l1, h1;"]
+    for half in (0, 1):
+        lines += [f"shr.b32 w, $4, {16 * half};", "and.b32 s, w, 0x7777;", "shl.b32 v, w, 4;"]
+        lines += ["prmt.b32 m, w, v, 0x9D8C;"]
+        for name, words in (("l", low), ("h", high)):
+            lines += [f"prmt.b32 a, {words[0]}, {words[1]}, s;", f"prmt.b32 b, {words[2]}, {words[3]}, s;"]
+            lines += [f"lop3.b32 {name}{half}, a, b, m, 0xD8;"]
+    for first, pick in ((0, "0x5140"), (2, "0x7362")):
+        lines += [f"prmt.b32 a, l0, h0, {pick};", f"prmt.b32 b, l1, h1, {pick};"]
+        lines += [f"prmt.b32 ${first}, a, b, 0x5410;", f"prmt.b32 ${first + 1}, a, b, 0x7632;"]
+    return "{ " + " ".join(lines) + " }"
+
+
+LOOKED_UP: tl.constexpr = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 17))
+
+
+@triton.jit
+def _table_words(table, HIGH: tl.constexpr):
+    """Return the low or high bytes of 16 float16 entries as a tuple of four int32."""
+    words = ()
+    for k in tl.static_range(4):
+        word = 0
+        for i in tl.static_range(4):
+            entry = tl.load(table + 4 * k + i).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            word |= ((entry >> (8 * HIGH)) & 255) << (8 * i)
+        words = words + (word,)  # type: ignore[assignment]
+    return words
+
+
+@triton.jit
+def _slices(halves, table, S: tl.constexpr, LEAF: tl.constexpr):
+    """Return all slices of half-words as float16: codes of integers, else entries of the table."""
+    slices = ()
+    if S[LEAF][IS_INTEGER]:
+        for k in tl.static_range(16 // S[LEAF][BITS]):
+            slices = slices + (_slice(halves, S[LEAF][BITS], k),)  # type: ignore[assignment]
+    elif INTERPRETED or not is_cuda():
+        for k in tl.static_range(16 // S[LEAF][BITS]):
+            code = (halves.to(tl.int32) >> (S[LEAF][BITS] * k)) & 15
+            slices = slices + (tl.load(table + code).to(tl.float16),)  # type: ignore[assignment]
+    else:
+        a, b, c, d = _table_words(table, 0)
+        e, f, g, h = _table_words(table, 1)
+        slices = tl.inline_asm_elementwise(
+            _looking_up(), LOOKED_UP, [halves, a, b, c, d, e, f, g, h],
+            (tl.float16, tl.float16, tl.float16, tl.float16), True, 2,
+        )  # fmt: skip
+    return slices
 
 
 @triton.jit
@@ -108,7 +165,9 @@ def load_keys_slices(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
     lane = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[LEAF][WORDS] * 16) + inside % 16
     word = j[None, None, :] // 2
     x = _halves(leaf, b, h, n0, lane + word * 16, j[None, None, :], (word < S[LEAF][WORDS]) & (n0 + i < T), S, LEAF)
+    table = leaf[TABLE] + b * leaf[TABLE + 1]
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
+        x = _slices(x, table, S, LEAF)
         token = 32 * tl.arange(0, NB)[:, None]
         s = tl.zeros((NB, 32, R), tl.float32)
         for k in tl.static_range(16 // B):
@@ -118,9 +177,9 @@ def load_keys_slices(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
             if S[LEAF][WIDE]:
                 most = largest(scale.to(tl.float32))
                 y = q[1 + k][None, :, :] * (scale.to(tl.float32) * (1.0 / most)).to(tl.float16)[:, :, None]
-                s += product(_slice(x, B, k), y) * most
+                s += product(x[k], y) * most
             else:
-                s += product(_slice(x, B, k), q[1 + k][None, :, :] * scale[:, :, None])
+                s += product(x[k], q[1 + k][None, :, :] * scale[:, :, None])
         if S[LEAF][HAS_OFFSET]:
             channel = tl.arange(0, S[LEAF][PADDED])[None, :]
             ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
@@ -128,10 +187,10 @@ def load_keys_slices(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
             s += _offsets(offset, q[0])[:, None, :]
         return tl.reshape(s, (N, R))
     else:
-        x = tl.reshape(x, (N, j.shape[0]))
+        x = _slices(tl.reshape(x, (N, j.shape[0])), table, S, LEAF)
         s = tl.zeros((N, R), tl.float32)
         for k in tl.static_range(16 // B):
-            s += product(_slice(x, B, k), q[1 + k])
+            s += product(x[k], q[1 + k])
         token = tl.arange(0, N)
         s *= plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None]
         if S[LEAF][HAS_OFFSET]:
@@ -188,21 +247,23 @@ def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
     unit = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (B * 16)
     at = (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + unit + j[None, None, :] // 2 % B * 16
     x = _halves(leaf, b, h, n0, at, j[None, None, :], (c < S[LEAF][CHANNELS]) & (n0 + i < T), S, LEAF)
+    table = leaf[TABLE] + b * leaf[TABLE + 1]
     token = tl.arange(0, 32 * NB)
     if S[LEAF][SCALES] == TO_PRODUCT:
         scale = plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)
         most = largest(scale)
         weights = _weight_slices((p * (scale * (1.0 / most))[:, None]).to(tl.float16), B, NB)
-        x = tl.reshape(x, (32 * G, j.shape[0]))
+        x = _slices(tl.reshape(x, (32 * G, j.shape[0])), table, S, LEAF)
         out = tl.zeros((32 * G, R), tl.float32)
         for k in tl.static_range(16 // B):
-            out += product(_slice(x, B, k), weights[k])
+            out += product(x[k], weights[k])
         out *= most
         if S[LEAF][HAS_OFFSET]:
             offset = plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
         return out
     else:
+        x = _slices(x, table, S, LEAF)
         channel = 32 * tl.arange(0, G)[:, None]
         ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
         most = power_of_two(tl.max(plane(leaf, SCALE, b, h, n0, token[None, :], channel, ok, S, LEAF), axis=1))
@@ -213,7 +274,7 @@ def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
             n = _column(j, B, k)[None, :]
             inside = (n0 + n < T) & (channel < S[LEAF][CHANNELS])
             scale = plane(leaf, SCALE, b, h, n0, n, channel, inside, S, LEAF) * (1.0 / most)[:, None]
-            out += product(_slice(x, B, k), weights[k][None, :, :] * scale.to(tl.float16)[:, :, None])
+            out += product(x[k], weights[k][None, :, :] * scale.to(tl.float16)[:, :, None])
         out *= most[:, None, None]
         if S[LEAF][HAS_OFFSET]:
             offset = stored_plane(leaf, OFFSET, b, h, n0, token[None, :], channel, ok, S, LEAF)
