@@ -188,6 +188,7 @@ def keep_better(
     best = due & (with_fitting < error)
     error, gain = tl.where(best, with_fitting, error), tl.where(best, fitting, gain)
     better = better | best
+    tl.debug_barrier()  # warps that hold the same vectors have loaded what is overwritten now
     tl.store(least + vector, error, mask=better)
     tl.store(kept + vector, gain.to(tl.uint8), mask=better)
     if FIRST:
