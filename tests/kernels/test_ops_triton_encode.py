@@ -17,7 +17,7 @@ from tersekv.codecs.codebooks.fixed import normal_quantiles
 from tersekv.kernels import backends, encode_grid, encode_signs, lanes, rotate, triton
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.registry import OPERATORS
-from tersekv.kernels.triton import encode
+from tersekv.kernels.triton import encode, pack
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
 from test_ops_triton import Counted, device, pytestmark, right  # noqa: F401
 
@@ -223,7 +223,7 @@ def test_launches_go_to_the_tensors_device(device, monkeypatch):  # noqa: F811
     assert run(where) == run([where], 1) == ["cuda:1"]
     assert run(SimpleNamespace(is_cuda=False)) == current == []
     for name in OPERATORS:
-        run = getattr(triton, name, None) or getattr(triton.encode, name, None)
+        run = next((getattr(module, name) for module in (triton, encode, pack) if hasattr(module, name)), None)
         assert run is None or hasattr(run, "__wrapped__"), name
 
 

@@ -12,9 +12,18 @@ import torch
 from tersekv.kernels import backends
 from tersekv.kernels.trellis import encode_trellis as reference
 from tersekv.kernels.triton import encode as encode_trellis
+from tersekv.kernels.triton import pack
 from test_ops_trellis import mixed_bits, squared_error, tables
 from test_ops_triton import device, pytestmark, right  # noqa: F401
 from test_ops_triton_encode import poisoned  # noqa: F401
+
+
+@pytest.fixture(autouse=True)
+def large_programs(device, monkeypatch):  # noqa: F811
+    """Interpreted programs take 16 vectors, because an instruction takes as long for one."""
+    if device == "cpu":
+        for module in (encode_trellis, pack):
+            monkeypatch.setattr(module, "VECTORS", 16)
 
 
 def check(device, y, weight, bits):  # noqa: F811

@@ -31,7 +31,7 @@ from tersekv.codecs import methods
 from tersekv.kernels.attend_grid import Axis, Side
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.encode_grid import GridPlace
-from tersekv.kernels.triton import encode, launch, leaves, tuning
+from tersekv.kernels.triton import encode, launch, leaves, pack, tuning
 from tersekv.kernels.triton.page_set import prepare
 from tersekv.layouts.base import Concat, View
 from tersekv.layouts.mean_removed import RotatedMean
@@ -163,6 +163,22 @@ def outliers() -> None:
         torch.Tensor.new_empty = empty
 
 
+def trellis_vectors() -> None:
+    """Pack trellis codes of vectors with three gains each, and of some with one."""
+    bits, tables = torch.full((2, 128), 2, dtype=torch.uint8), torch.randn(9, 256)
+    call = torch.ones(2, 128), bits, tables, 16
+    pack.pack_trellis(torch.randn(2, 32, 128), *call, [2, 5], torch.ones(2))
+    pack.pack_trellis(torch.randn(2, 32, 128), *call, [], torch.ones(2))
+
+
+def basis(D: int) -> None:
+    """Multiply with a basis in both ways, and invert it."""
+    codes, channels = torch.zeros(1, 2, 3 * D * D // 4, dtype=torch.uint8), torch.ones(1, 2, D).half()
+    for combine in (False, True):
+        pack.basis_product(torch.randn(3, 2, 4, D), codes, channels, combine)
+    pack.basis_components(torch.randn(3, 2, 4, D), codes, channels)
+
+
 CALLS: dict[str, Callable[[], None]] = {
     "grids, head dim 128": lambda: attend("grid", "grid", D=128, R=8),
     "exact, mask and softcap": lambda: attend("exact", "exact", masked=True),
@@ -212,6 +228,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "search for trellis codes": lambda: encode.encode_trellis(
         torch.randn(2, 32, 128), torch.ones(2, 128), torch.full((2, 128), 2, dtype=torch.uint8), torch.randn(9, 256)
     ),
+    "packed trellis codes": trellis_vectors,
+    "basis": lambda: basis(128),
     "outliers": outliers,
     "packing alone": lambda: encode.pack_lanes(torch.zeros(2, 64, 80, dtype=torch.uint8), 5),
 }

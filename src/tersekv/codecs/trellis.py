@@ -312,7 +312,7 @@ class Trellis(Codec):
         scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
         weight = self.fitted["weight"].float() * scale.square()
         shift = self.fitted["mean"].float() if self._own_mean else torch.zeros_like(scale)
-        expected = torch.tensor(SQUARED_ERROR[self.code], device=x.device)[bits.long()] * (bits > 0)
+        expected = torch.tensor(SQUARED_ERROR[self.code]).to(x.device, non_blocking=True)[bits.long()] * (bits > 0)
         enough = ENOUGH[self.bits >= MANY_BITS] * (weight * expected).sum(-1)
         rest = self.words(D), list(GAINS_TRIED)
         # A row of the operator holds the vectors with the same bits: a head's tokens of all batch

@@ -39,6 +39,7 @@ from tersekv.kernels.trellis import encode_trellis as encode_trellis
 from tersekv.kernels.trellis import pack_trellis as pack_trellis
 from tersekv.kernels.trellis import pack_vectors as pack_vectors
 from tersekv.kernels.triton import encode as triton_encode  # noqa: F401 (registers its kernels)
+from tersekv.kernels.triton import pack as triton_pack  # noqa: F401 (registers its kernels)
 from tersekv.kernels.write_tokens import write_tokens as write_tokens
 
 

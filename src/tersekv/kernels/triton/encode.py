@@ -310,8 +310,8 @@ VECTORS_AT_A_TIME = 4096
 """Vectors of all rows that are searched at a time. The stored paths take 16 bytes per possible bit
 of each vector."""
 
-VECTORS = 4
-"""Vectors that one program handles."""
+VECTORS = 1
+"""Vectors, and warps, of one program. Warps of a program would wait for each other at every component."""
 
 
 def why_not_encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> str | None:
@@ -351,16 +351,39 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
 
 
 def _windows(y: Tensor, units: CostUnits, bits: Tensor, warm_up: Tensor, stop: Tensor) -> Tensor:
-    kernels = importlib.import_module("tersekv.kernels.triton.trellis")
-    y, (R, n, D) = y.contiguous(), y.shape
-    rounds = MOST_BITS * D
-    taken = y.new_empty((R, n, rounds, kernels.ROUND_BYTES.value), dtype=torch.uint8)
-    windows, ends = y.new_empty((R, n, D), dtype=torch.uint8), y.new_empty((R, n), dtype=torch.int32)
-    grid = (-(-n // VECTORS), R)
-    for closed in (False, True):
-        options = {"CLOSED": closed, "VECTORS": VECTORS, "num_warps": VECTORS}
-        kernels.search[grid](
-            taken, ends, y, units.factor.contiguous(), bits, units.entries, warm_up, stop, n, D, rounds, **options
-        )  # fmt: skip
-        kernels.trace[grid](windows, ends, taken, bits, stop, n, D, rounds, **options)
+    R, n, D = y.shape
+    windows, taken = y.new_empty((R, n, D), dtype=torch.uint8), stored_paths(y)
+    units = units._replace(factor=units.factor.contiguous())
+    search_windows(windows, taken, y.contiguous(), units, bits, warm_up, stop)
     return windows
+
+
+def stored_paths(y: Tensor) -> Tensor:
+    """Allocate the paths of a search in vectors y [R, n, D]: 16 bytes per possible bit of a vector."""
+    kernels, (R, n, D) = importlib.import_module("tersekv.kernels.triton.trellis"), y.shape
+    return y.new_empty((R, n, MOST_BITS * D, kernels.ROUND_BYTES.value), dtype=torch.uint8)
+
+
+def search_windows(
+    windows: Tensor,
+    taken: Tensor,
+    y: Tensor,
+    units: CostUnits,
+    bits: Tensor,
+    warm_up: Tensor,
+    stop: Tensor,
+    unless: tuple[Tensor, Tensor] | None = None,
+) -> None:
+    """Search windows uint8 [R, n, D] of scaled components int32 [R, n, D], in four launches.
+
+    taken: see `stored_paths`. unless: errors and bounds float32 [R, n]. Programs are skipped if all
+    their vectors have errors below the bounds; their windows are not written.
+    """
+    kernels = importlib.import_module("tersekv.kernels.triton.trellis")
+    R, n, D = y.shape
+    ends, (least, enough) = y.new_empty((R, n), dtype=torch.int32), unless or (y, y)
+    grid, sizes = (-(-n // VECTORS), R), (least, enough, n, D, MOST_BITS * D)
+    for closed in (False, True):
+        options = {"CLOSED": closed, "SOME": unless is not None, "VECTORS": VECTORS, "num_warps": VECTORS}
+        kernels.search[grid](taken, ends, y, units.factor, bits, units.entries, warm_up, stop, *sizes, **options)
+        kernels.trace[grid](windows, ends, taken, bits, stop, *sizes, **options)

@@ -118,8 +118,16 @@ def _halved(cost, VECTORS: tl.constexpr):
 
 
 @triton.jit
+def _due(least, enough, vector, ok):
+    """True if the error of any vector of a program is not below `enough`."""
+    error = tl.load(least + vector, mask=ok, other=0.0)
+    return tl.max((ok & (error >= tl.load(enough + vector, mask=ok, other=1.0))).to(tl.int32), axis=0) > 0
+
+
+@triton.jit
 def search(
-    taken, ends, y, factor, bits, entries, warm_up, stop, n, D, rounds, CLOSED: tl.constexpr, VECTORS: tl.constexpr
+    taken, ends, y, factor, bits, entries, warm_up, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr,
+    SOME: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Forward pass of the search. Grid (tiles of vectors, R).
 
@@ -130,6 +138,9 @@ def search(
     begin in any state, warm_up int32 [R] components before the first one (these are the last
     components). They end before component stop int32 [R], and the best path's last state is written
     to `ends`.
+
+    SOME: programs none of whose vectors has an error least ≥ enough, both float32 [R, n], search
+    nothing.
     """
     row = tl.program_id(1).to(tl.int64)
     v = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
@@ -144,6 +155,8 @@ def search(
     else:
         begin -= tl.load(warm_up + row)
         last = tl.load(stop + row)
+    if SOME:
+        last = tl.where(_due(least, enough, vector, v < n), last, begin)
     place = taken + (vector * rounds * ROUND_BYTES)[:, None] + tl.arange(0, ROUND_BYTES)[None, :]
     steps = 0
     for step in range(begin, last):
@@ -172,10 +185,13 @@ def search(
 
 
 @triton.jit
-def trace(windows, ends, taken, bits, stop, n, D, rounds, CLOSED: tl.constexpr, VECTORS: tl.constexpr):
+def trace(
+    windows, ends, taken, bits, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr, SOME: tl.constexpr,
+    VECTORS: tl.constexpr,
+):  # fmt: skip
     """Trace back from `ends` along the choices of `search`. Grid (tiles of vectors, R). CLOSED:
     windows uint8 [R, n, D] are written. Else the path ends before component stop int32 [R], and `ends`
-    is overwritten with the state in which it began."""
+    is overwritten with the state in which it began. SOME: see `search`."""
     row = tl.program_id(1).to(tl.int64)
     v = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     vector = row * n + v
@@ -184,6 +200,8 @@ def trace(windows, ends, taken, bits, stop, n, D, rounds, CLOSED: tl.constexpr, 
     last = D
     if not CLOSED:
         last = tl.load(stop + row)
+    if SOME:
+        last = tl.where(_due(least, enough, vector, v < n), last, 0)
     left = 0
     for d in range(last):
         left += tl.load(bits + row * D + d).to(tl.int32)
