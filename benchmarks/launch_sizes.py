@@ -25,6 +25,7 @@ from recorded import record, show
 from tersekv.errors import UserError
 from tersekv.kernels.triton import tuning
 from tersekv.kernels.triton.page_set import part
+from tersekv.kernels.triton.trees import device_of
 from tersekv.kernels.triton.tuning import Key, Shape
 from tersekv.lab.bench.clock_gpu import Clock, CudaClock
 from tersekv.lab.bench.dense_gpu import own_attention
@@ -51,12 +52,12 @@ def query(device: str) -> torch.Tensor:
     return torch.randn(1, HEADS, ROWS, DIM, generator=made, device=device).bfloat16().float()
 
 
-def key_of(operands: Sequence[Any], device: str) -> Key:
+def key_of(operands: Sequence[Any]) -> Key:
     """Return the key of a format's calls."""
     keys, values = operands
-    made = part(keys, values, torch.device(device))
-    leaves = made.keys.leaves, made.values.leaves
-    return tuning.key_of(ROWS, *leaves, torch.device(device), bool(made.keys.roped))
+    device = device_of(keys)
+    made = part(keys, values, device)
+    return tuning.key_of(ROWS, made.keys.leaves, made.values.leaves, device, bool(made.keys.roped))
 
 
 def use(key: Key, shape: Shape) -> None:
@@ -68,7 +69,7 @@ def use(key: Key, shape: Shape) -> None:
 def fits(name: str, shapes: Iterable[Shape], device: str) -> list[Shape]:
     """Compile and run a format in several sizes. Return those that fit and give the first one's output."""
     operands = make_segment(name, HEADS, SMALL, DIM, 0, device).operands()
-    key, good, expected = key_of(operands, device), [], None
+    key, good, expected = key_of(operands), [], None
     for shape in shapes:
         use(key, shape)
         out = own_attention(query(device), DIM**-0.5, *operands)
@@ -82,7 +83,7 @@ def times(clock: Clock, name: str, shapes: Sequence[Shape], tokens: int, seconds
     """Return a row per size, each with the key of `tuning.TABLE`."""
     first = make_segment(name, HEADS, tokens, DIM, 0, clock.device)
     inputs = [made.operands() for made in (first, *(first.copy() for _ in range(COPIES - 1)))]
-    key = key_of(inputs[0], clock.device)
+    key = key_of(inputs[0])
     attend = functools.partial(own_attention, query(clock.device), DIM**-0.5)
 
     def timed(tried: Iterable[Shape]) -> dict[Shape, float]:

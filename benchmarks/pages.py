@@ -14,6 +14,7 @@ from pathlib import Path
 
 import recorded
 from measured import (
+    gpu,
     kernels,
     latent,
     pictures,
@@ -31,6 +32,7 @@ from measured.base import MODELS, Page, Section, rows, table
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "measured"
 PAGES: dict[str, Callable[[], Page]] = {
     "quality": quality.page, "presets": presets.page, "speed": speed.page, "kernels": kernels.page,
+    "gpu": gpu.page,
     "latent": latent.page, "serving": serving_pages.page, "equal-bytes": selection.bytes_page,
     "selection": selection.page, "rates": rates.page, "trellis": trellis_codes.page, "kvquant": reproduced.kvquant_page,
     "papers": reproduced.page,
@@ -48,7 +50,8 @@ benchmarks/pages.py` makes these pages and pictures from the records, and a test
 paired differences where two caches are compared.
 - **Times**: caches take turns in one process, and ratios are of the same round. Sizes, codes and greedy answers \
 repeat exactly on the same versions and instruction set; times do not."""
-NOT_CLAIMED = """Nothing was run or timed on a GPU. Three small models were measured, of 135 to 500 million \
+NOT_CLAIMED = """One GPU ran the kernels once, which were changed since ([GPU](gpu.md)); no model of \
+use was run on one. Three small models were measured, of 135 to 500 million \
 parameters, and most tables are of one. Samples are few where the tables say so. All CPUs were AMD EPYCs: \
 Zen 3 with AVX2, Zen 4 and Zen 5. They were shared with other work."""
 

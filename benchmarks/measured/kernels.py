@@ -116,8 +116,7 @@ def page() -> Page:
         "Kernels",
         "Attention over packed tokens beside PyTorch's dense ways, steps of one layer, encoders, and instructions.",
         "Synthetic keys and values, all ways in turns, medians. Outputs are compared with a reference before "
-        "anything is timed. Heads are query heads / KV heads / head dim. No kernel was run on a GPU: Triton's "
-        "kernels ran in its interpreter and were compiled, see `tests/kernels/`.",
+        "anything is timed. Heads are query heads / KV heads / head dim. [GPU](gpu.md) has Triton's kernels.",
         (
             Section(
                 "Attention of one token",

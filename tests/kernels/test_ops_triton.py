@@ -58,18 +58,19 @@ def right(op, *call):
 
 
 _moved = {}
-"""Tensors on a GPU by the id of the one they were copied from, which is kept alive."""
+"""Tensors on a GPU by the place and form of the one they were copied from, which is kept alive."""
 
 
 def moved(x, device):
     """Move a view, an operand or a tensor with all its tensors to a device. Pages that share a
     tensor share it there, too."""
     if isinstance(x, torch.Tensor):
-        if device == "cpu":
+        place = x.data_ptr(), x.dtype, x.shape, x.stride()
+        if device == "cpu" or not x.numel():
             return x.to(device)
-        if id(x) not in _moved or not torch.equal(_moved[id(x)][1].cpu(), x):
-            _moved[id(x)] = x, x.to(device)
-        return _moved[id(x)][1]
+        if place not in _moved or not torch.equal(_moved[place][1].cpu(), x):
+            _moved[place] = x, x.to(device)
+        return _moved[place][1]
     if isinstance(x, tuple):
         return type(x)(*(moved(item, device) for item in x)) if hasattr(x, "_fields") else x
     if isinstance(x, list):

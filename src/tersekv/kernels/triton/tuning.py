@@ -1,9 +1,9 @@
 """Launch sizes of a call: chosen once per shape class and layouts, and cached.
 
-No choice has been measured on a GPU yet. Those for sm_90 (H100, H200) follow from the compiled
-code. With these tiles a multiprocessor's shared memory has room for one program, in most cases for
-two. Elsewhere a program uses the smallest size, which fits the 64 to 99 KiB of other GPUs, AMD's
-included. `TABLE` is for measured choices.
+The derived choices for sm_90 (H100, H200) follow from the compiled code. With these tiles a
+multiprocessor's shared memory has room for one program, in most cases for two. Elsewhere a program
+uses the smallest size, which fits the 64 to 99 KiB of other GPUs, AMD's included. `TABLE` is for
+choices measured by `benchmarks/launch_sizes.py`; it has none yet.
 """
 
 from __future__ import annotations
