@@ -36,6 +36,18 @@ def decoding() -> str:
     return table(columns, lines)
 
 
+def counts() -> str:
+    """Return the table of counts of loops."""
+    fields = "lane_instructions_per_code", "shared", "barriers", "registers", "stack_bytes", "programs"
+    columns = (
+        "GPU", "format", "lane-instructions per code", "shared accesses", "barriers", "registers", "spilled bytes",
+        "programs",
+    )  # fmt: skip
+    names = {"sm_80": "A100", "sm_90": "H100", "sm_120": "RTX 50"}
+    found = rows("instructions_gpu.jsonl")
+    return table(columns, [(names[row["target"]], f"`{row['format']}`", *(row[f] for f in fields)) for row in found])
+
+
 def page() -> Page:
     """Return the page."""
     attend = rows("attend_gpu.jsonl")[0]
@@ -67,6 +79,17 @@ def page() -> Page:
                 decoding(), ["generate_gpu.jsonl"],
                 "tersekv bench generate --model config.json --device cuda --dtype bfloat16 --context 8k -r kivi:bits=4 "
                 "-r default --prefill-chunk whole --rounds 1 --new-tokens 16 --out FILE",
+            ),
+            Section(
+                "Counts",
+                "The loop of today's kernels, compiled by Triton 3.8 for three GPUs (head dim 128, 4 query rows per head): "
+                "lane-instructions per code of keys and values, accesses to shared memory and barriers of a warp per "
+                "turn, registers and spilled bytes of a thread, and programs that fit a multiprocessor. An H100 that "
+                "issues in every cycle reads bfloat16 in the time of 20 lane-instructions per code. This is a bound, "
+                "not a speed: the `grid4` of the table above had 6.5, compiled by Triton 3.6, and conflicts made it slower "
+                "than bfloat16.",
+                counts(), ["instructions_gpu.jsonl"],
+                "python benchmarks/instructions_gpu.py --target sm_90 --out FILE",
             ),
         ),
     )  # fmt: skip

@@ -21,9 +21,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 from packed_views import packed, rope, roped, tokens
@@ -31,42 +29,19 @@ from tersekv.codecs import methods
 from tersekv.kernels.attend_grid import Axis, Side
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.encode_grid import GridPlace
-from tersekv.kernels.triton import encode, launch, leaves, pack, tuning
+from tersekv.kernels.triton import encode, launch, leaves, pack
 from tersekv.kernels.triton.page_set import prepare
+from tersekv.lab.bench.without_gpu import compile_for
 from tersekv.layouts.base import Concat, View
 from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
 
-TARGETS = {
-    "sm_90": GPUTarget("cuda", 90, 32), "sm_86": GPUTarget("cuda", 86, 32), "gfx942": GPUTarget("hip", "gfx942", 64)
-}  # fmt: skip
-"""Targets: H100 and H200; GPUs with less shared memory; AMD's MI300."""
-
-
-class NoDevice:
-    """A driver that answers Triton's queries before a launch as a GPU's driver would."""
-
-    def __init__(self, target: GPUTarget) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return self.target
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 NAMES = {kind.value: name for name, kind in (leaves.LAYOUTS | {"rotated mean": leaves.ROTATED_MEAN}).items()}
-launch_kernel = JITFunction.run
 compiled: list[dict[str, Any]] = []
 
 
-def compile_kernel(kernel: JITFunction, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
-    """Compile the specialisation that would be launched."""
-    made = launch_kernel(kernel, *args, grid=grid, warmup=True, **options)
+def note(kernel: JITFunction, made: Any, options: dict[str, Any]) -> None:
+    """Describe a kernel that was compiled for a launch."""
     of_keys = "keys before RoPE" if options.get("ROPED") else "keys"
     sides = {of_keys: options.get("KEYS", ()), "values": options.get("VALUES", ())}
     layouts = {side: [NAMES[leaf[0]] for leaf in leaves] for side, leaves in sides.items()}
@@ -247,9 +222,7 @@ def reasons(error: BaseException | None) -> str:
 def main() -> None:
     """Run every call, or those named on the command line."""
     name, *calls = sys.argv[1:]
-    triton.runtime.driver.set_active(NoDevice(TARGETS[name]))
-    tuning.architecture = lambda device: name
-    JITFunction.run = compile_kernel
+    compile_for(name, note)
     for call in calls or CALLS:
         torch.manual_seed(0)
         compiled.clear()

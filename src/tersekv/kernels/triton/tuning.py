@@ -1,8 +1,10 @@
 """Launch sizes of a call: chosen once per shape class and layouts, and cached.
 
 The derived choices for sm_90 (H100, H200) follow from the compiled code. With these tiles a
-multiprocessor's shared memory has room for one program, in most cases for two. Elsewhere a program
-uses the smallest size, which fits the 64 to 99 KiB of other GPUs, AMD's included. `TABLE` is for
+multiprocessor's shared memory has room for one program, in most cases for two. Elsewhere only grids
+take these tiles (25 to 52 KiB), with a third of the instructions per code, and a program for other
+layouts uses the smallest size, which fits 64 KiB. A kernel that does not fit is made smaller
+(`shrink`). `TABLE` is for
 choices measured by `benchmarks/launch_sizes.py`; it has none yet.
 """
 
@@ -135,10 +137,10 @@ def chosen(key: Key) -> Shape:
     for known in (key, key._replace(architecture="")):
         if known in TABLE:
             return TABLE[known]
-    if key.architecture not in HOPPER:
-        return LEAST
     kinds = {kind for kind, _ in (*key.keys, *key.values)}
     small = key.rows > 16 or bool(kinds & SMALL)
+    if key.architecture not in HOPPER and (small or key.has_rope or key.architecture.startswith("gfx")):
+        return LEAST
     blocks = TILES[small, key.has_rope] // (32 * key.channels)
     return Shape(min(blocks, 2 if small else 4), 4, 2) if blocks else LEAST
 
