@@ -82,12 +82,12 @@ def page() -> Page:
             ),
             Section(
                 "Counts",
-                "The loop of today's kernels, compiled by Triton 3.8 for three GPUs (head dim 128, 4 query rows per head): "
-                "lane-instructions per code of keys and values, accesses to shared memory and barriers of a warp per "
-                "turn, registers and spilled bytes of a thread, and programs that fit a multiprocessor. An H100 that "
-                "issues in every cycle reads bfloat16 in the time of 20 lane-instructions per code. This is a bound, "
-                "not a speed: the `grid4` of the table above had 6.5, compiled by Triton 3.6, and conflicts made it slower "
-                "than bfloat16.",
+                "The loop of today's kernels, compiled by Triton 3.8 for three GPUs (head dim 128, 4 query rows per "
+                "head): lane-instructions per code of keys and values, accesses to shared memory and barriers of a "
+                "warp per turn, registers and spilled bytes of a thread, and programs that fit a multiprocessor. An "
+                "H100 that issues in every cycle reads bfloat16 in the time of 20 lane-instructions per code. This is "
+                "a bound, not a speed: the `grid4` of the table above had 6.5, compiled by Triton 3.6, and conflicts "
+                "made it slower than bfloat16.",
                 counts(), ["instructions_gpu.jsonl"],
                 "python benchmarks/instructions_gpu.py --target sm_90 --out FILE",
             ),
