@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.cache.schema import MOST, each, number, of_spec, one_of, optional, record, require, tensor, text, whole
+from tersekv.cache.schema import MOST, each, of_spec, one_of, require, tensor, whole
 from tersekv.calibration.storage_basis import SIDES, Bases, Fitted, find_bases
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
@@ -93,9 +93,6 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         if digest is None:
             kept = basis._asdict()
             tensors |= {f"bases.{group}.{side}.{name}": kept[name].contiguous() for name in specs(1)}
-    size = sum(x.nbytes for name, x in tensors.items() if name != "ids")
-    elements = cache.footprint().elements
-    held = {"tokens": layers.tokens, "bytes": size, "ratio_bf16": round(2 * elements / size, 4)}
     stored = {
         "rate": rate,
         "bases": kind,
@@ -104,7 +101,14 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         "firsts": [span.first for span in layers.spans],
         "dtype": type_name(own[0].dtype),
     }
-    return {**about, "recipe": "storage", "cache": held, "storage": stored}, tensors
+    return {**about, "recipe": "storage", "cache": _held(layers, tensors), "storage": stored}, tensors
+
+
+def _held(layers: Layers, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the metadata about a file's size. A full cache has all tokens, also those out of a sliding window."""
+    size = sum(x.nbytes for name, x in tensors.items() if name != "ids")
+    elements = layers.tokens * sum(layers.numbers(g, side) for g in range(len(layers.groups)) for side in SIDES)
+    return {"tokens": layers.tokens, "bytes": size, "ratio_bf16": round(2 * elements / size, 4)}
 
 
 def _chosen(cache: ModelCache, about: dict[str, Any], rate: float) -> tuple[str, Layers, Bases, str | None, float]:
@@ -182,16 +186,6 @@ def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-STORED = {
-    "rate": number,
-    "bases": one_of("calibration", *OWN),
-    "calibration": optional(text),
-    "step": number,
-    "firsts": each(whole()),
-    "dtype": one_of(*FLOATS),
-}
-
-
 class StoredFile:
     """The layers of a storage file.
 
@@ -203,12 +197,14 @@ class StoredFile:
 
     def __init__(self, cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         stored = said["storage"]
-        record(STORED)(stored, "storage")
+        one_of(*FLOATS)(stored["dtype"], "storage.dtype")
+        one_of("storage")(said["recipe"], "recipe")
+        require(RATES[0] <= stored["rate"] <= RATES[1], "storage.rate", f"is not one of {RATES[0]} to {RATES[1]:g}")
         tokens = said["cache"]["tokens"]
         require(said["batch"] == 1, "batch", "must be 1")
         require(stored["step"] > 0, "storage.step", "must be more than 0")
         self.step, self.dtype, self.tensors = stored["step"], FLOATS[stored["dtype"]], tensors
-        self.digest, self.config = stored["calibration"], cache.config
+        self.digest, self.config, self.held = stored["calibration"], cache.config, said["cache"]
         own = stored["bases"] != "calibration"
         require(own == (self.digest is None), "storage.calibration", "does not fit storage.bases")
         found = None if own else self._found(said)
@@ -221,7 +217,7 @@ class StoredFile:
             require(first <= latest, "storage.firsts", f"has {first}, and must have at most {latest}")
         self.bases = self._own_bases() if found is None else found.bases
 
-    def check_names(self) -> None:
+    def check_whole(self) -> None:
         """Raise UserError unless the tensors are those of a whole file."""
         layers, wanted = self.layers, {"ids"} & self.tensors.keys()
         # a forged number of tokens must not make millions of names, or tensors of tokens that no page holds
@@ -236,6 +232,8 @@ class StoredFile:
             if self.digest is None:
                 wanted |= {f"bases.{group}.{side}.{name}" for name in specs(1)}
         require(self.tensors.keys() == wanted, "tensors", "are not those of a storage file with so many tokens")
+        for name, value in _held(layers, self.tensors).items():
+            require(self.held.get(name) == value, f"cache.{name}", f"must be {value}")
 
     def _named(self, name: str) -> bytes:
         """Return the bytes of a tensor.
@@ -353,7 +351,7 @@ def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tenso
         UserError: the file contradicts itself or the model, or its calibration is missing.
     """
     file = StoredFile(cache, said, tensors)
-    file.check_names()
+    file.check_whole()
     for index, keys, values in file.fill():
         layer, (keys, values) = file.layers.layer(index), (x.to(device) for x in (keys, values))
         layer.lazy_initialization(keys, values)

@@ -88,7 +88,7 @@ def unpack_bytes(data: bytes, size: int) -> bytes:
     try:
         found = zstandard.frame_content_size(data)
         if found == size:  # a larger one is not allocated
-            return _planes(zstandard.ZstdDecompressor().decompress(data), size // 2)
+            return _planes(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False), size // 2)
     except zstandard.ZstdError as error:
         raise UserError("has a stream that zstd cannot read") from error
     raise UserError(f"has a stream of {found} bytes in place of {size}")
