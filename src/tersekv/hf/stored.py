@@ -38,9 +38,6 @@ from tersekv.tensors import type_name
 from tersekv.transforms.rope import NO_ROPE
 
 log = logging.getLogger(__name__)
-RATES = 0.1, 8.0
-"""Least and most bits per number."""
-
 OWN = {"prompt": OWN_NUMBERS, "layer": 1}
 """Most numbers of a group, if the bases are fitted on the prompt, or on the prompt layer by layer."""
 
@@ -57,15 +54,14 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         UserError: the rate is not allowed, or the cache is a batch, or its policy evicts tokens.
     """
     streams.require_packages("a storage file")
-    if not RATES[0] <= rate <= RATES[1]:
-        raise UserError(f"storage={rate:g} is not allowed; give {RATES[0]} to {RATES[1]:g} bits per number")
+    codec.check_rate(rate)
     if about["batch"] != 1:
         raise UserError(f"a storage file holds one sequence, and the cache has {about['batch']}: leave storage out")
     own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     if any(layer.store is not None and layer.store.by_head for layer in own):
         raise UserError(f"{cache.recipe} evicts tokens, and a storage file holds them all: read the prompt without it")
     kind, layers, bases, digest, bits = _chosen(cache, about, rate)
-    analyses = {where: basis.analysis() for where, basis in bases.items()}
+    analyses = {where: bases[where].analysis() for where in layers.sides()}
     step = _step(layers, bases, analyses, bits)
     log.info("storage with bases of the %s, step %.3g", kind, step)
     if kind == "layer":
@@ -199,7 +195,7 @@ class StoredFile:
         stored = said["storage"]
         one_of(*FLOATS)(stored["dtype"], "storage.dtype")
         one_of("storage")(said["recipe"], "recipe")
-        require(RATES[0] <= stored["rate"] <= RATES[1], "storage.rate", f"is not one of {RATES[0]} to {RATES[1]:g}")
+        codec.check_rate(stored["rate"])
         tokens = said["cache"]["tokens"]
         require(said["batch"] == 1, "batch", "must be 1")
         require(stored["step"] > 0, "storage.step", "must be more than 0")
