@@ -132,7 +132,10 @@ def load_file(
     as_json: output.Json = False,
 ) -> None:
     """Pack a storage file with a recipe, and write the packed cache to another file."""
+    from tersekv.cache.tensor_file import read_said
+
     out = check_out(out)
+    read_said(file.expanduser())  # before the model is loaded
     with output.step("loading torch and transformers"):
         import tersekv
     network, _ = load(model)
