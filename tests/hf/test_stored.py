@@ -5,9 +5,13 @@ For more of the latter run `python tests/hf/test_stored.py 3000 [seed]`.
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import io
 import os
 import random
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -25,6 +29,7 @@ from tersekv.cache import tensor_file
 from tersekv.calibration import find
 from tersekv.calibration.calibrate import Corpus
 from tersekv.calibration.storage_basis import NAME, basis_on
+from tersekv.cli.prompt_cache import info
 from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.stored import StoredFile
@@ -174,67 +179,143 @@ def test_refusals(llama, models, tmp_path):
         CompressedCache.load(path, llama, recipe="kivi:bits=2")
 
 
-def outcome(model: Any, path: Path) -> str:
-    """Return "loaded" as a cache of finite tokens, "refused" in one sentence that names the file, or another error."""
+@pytest.fixture(params=MODELS)
+def attacked(request, models, tmp_path, monkeypatch) -> tuple[Any, Path, Any]:
+    """Return a model, a storage file, and the tokens that it holds."""
+    monkeypatch.setattr(os, "fsync", lambda handle: None)
+    return attack_target(models[request.param], tmp_path)
+
+
+def attack_target(model: Any, folder: Path) -> tuple[Any, Path, Any]:
+    read(model, 400).save(folder / "a", prompt(400), storage=2)
+    return model, folder / "a", tokens_of(CompressedCache.load(folder / "a", model, recipe="exact"))
+
+
+def outcome(model: Any, path: Path, wanted: Any) -> str:
+    """Return the outcome of loading a file: "refused", "equal" tokens to the wanted ones, or "other" finite ones.
+
+    A refusal is one sentence that names the file. `prompt-cache info` reads it, too.
+    """
+    for as_json in (True, False):
+        with contextlib.suppress(UserError), contextlib.redirect_stdout(io.StringIO()):
+            info(path, as_json)
     try:
-        cache = CompressedCache.load(path, model, recipe="exact")
+        found = tokens_of(CompressedCache.load(path, model, recipe="exact"))
     except UserError as error:
         said = str(error)
-        return "refused" if str(path) in said and "\n" not in said and len(said) < len(str(path)) + 500 else said
-    assert all(bool(x.isfinite().all()) for both in tokens_of(cache) for x in both)
-    return "loaded"
+        assert str(path) in said
+        assert said.isprintable()
+        assert len(said) < len(str(path)) + 500
+        return "refused"
+    pairs = [(a, b) for x, y in zip(found, wanted, strict=True) for a, b in zip(x, y, strict=True)]
+    assert all(a.shape == b.shape and bool(a.isfinite().all()) for a, b in pairs)
+    return "equal" if all(torch.equal(a, b) for a, b in pairs) else "other"
 
 
-def damaged(model: Any, path: Path, seed: int, count: int) -> Counter[str]:
-    """Flip bits of a file, or cut it."""
+def damage(data: bytes, draw: random.Random) -> bytes:
+    """Return a file with flipped, missing, inserted, overwritten, repeated or exchanged bytes."""
+    first, middle, last = sorted(draw.sample(range(len(data) + 1), 3))
+    noise = draw.randbytes(draw.choice([1, 8, 64]))
+    at = draw.randrange(len(data))
+    return draw.choice(
+        [
+            data[:at] + bytes([data[at] ^ draw.randrange(1, 256)]) + data[at + 1 :],
+            data[:at],
+            data[:first] + data[last:],
+            data[:at] + noise + data[at:],
+            (data[:at] + noise + data[at + len(noise) :])[: len(data)],
+            data[:last] + data[first:],
+            data[:first] + data[middle:last] + data[first:middle] + data[last:],
+        ]
+    )
+
+
+def damaged(model: Any, path: Path, wanted: Any, seed: int, count: int) -> Counter[str]:
+    """Damage a file without computing digests again."""
     data, draw, other = path.read_bytes(), random.Random(seed), path.with_name("damaged")
     found: Counter[str] = Counter()
-    for _ in range(count):
-        at = draw.randrange(len(data))
-        flipped = data[:at] + bytes([data[at] ^ draw.randrange(1, 256)]) + data[at + 1 :]
-        other.write_bytes(data[:at] if draw.random() < 0.2 else flipped)
-        found[outcome(model, other)] += 1
+    while found.total() < count:
+        if (changed := damage(data, draw)) != data:
+            other.write_bytes(changed)
+            found[outcome(model, other, wanted)] += 1
     return found
 
 
-def forgeries(model: Any, path: Path, seed: int, count: int) -> Counter[str]:
-    """Change metadata, tensors or bytes of streams, and compute all digests again."""
+def forged_header(data: bytes, draw: random.Random) -> bytes:
+    """Return a file whose header has changed text and the digest of it."""
+    start = 8 + int.from_bytes(data[:8], "little")
+    head = data[8:start].replace(tensor_file._digest(data[:start]), tensor_file.NO_DIGEST.encode(), 1)
+    at = draw.randrange(24, len(head.rstrip()))
+    some = draw.choice(
+        [b"", b"9", b"-", b"1e308", b"null", b"[" * 9999, b'"', b",", b"}", bytes([draw.randrange(256)])]
+    )
+    head = head[:at] + some + head[at + draw.choice([0, 1, 1, 4]) :]
+    head = len(head).to_bytes(8, "little") + head
+    digest = hashlib.sha256(head).hexdigest().encode()
+    return head.replace(tensor_file.NO_DIGEST.encode(), digest, 1) + data[start:]
+
+
+def forgeries(model: Any, path: Path, wanted: Any, seed: int, count: int) -> Counter[str]:
+    """Change metadata, tensors, bytes of streams or the header's text, and compute all digests again."""
     said, tensors = forged.read(path)
-    other, draw = path.with_name("forged"), random.Random(seed)
+    other, draw, data = path.with_name("forged"), random.Random(seed), path.read_bytes()
     found: Counter[str] = Counter()
-    for what, changed, held in forged.mutants(said, tensors, seed, count // 2):
+    for what, changed, held in forged.mutants(said, tensors, seed, count // 3):
         tensor_file.write(other, held, changed)
-        found[outcome(model, other)] += 1
+        found[outcome(model, other, wanted)] += 1
         assert what
     names = [name for name, x in tensors.items() if x.dtype == torch.uint8 and x.numel()]
-    for _ in range(count - count // 2):
+    for _ in range(count // 3):
         name = draw.choice(names)
         stream = tensors[name].clone()
         at = draw.randrange(len(stream))
         stream[at : at + draw.choice([1, 1, 4])] ^= draw.randrange(1, 256)
         tensor_file.write(other, {**tensors, name: stream[: draw.choice([len(stream), at])]}, said)
-        found[outcome(model, other)] += 1
+        found[outcome(model, other, wanted)] += 1
+    while found.total() < count:
+        other.write_bytes(forged_header(data, draw))
+        found[outcome(model, other, wanted)] += 1
     return found
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_damaged_and_forged_files(models, name, tmp_path, monkeypatch):
-    """All damaged ones are refused. A forged one is refused, or its streams are those of other tokens."""
-    monkeypatch.setattr(os, "fsync", lambda handle: None)
-    read(models[name], 400).save(tmp_path / "a", prompt(400), storage=2)
-    assert damaged(models[name], tmp_path / "a", 0, 20) == {"refused": 20}
-    found = forgeries(models[name], tmp_path / "a", 0, 40)
-    assert found.keys() <= {"refused", "loaded"}
-    assert found["refused"] > 20
+def test_damaged_files_are_refused(attacked):
+    assert damaged(*attacked, seed=0, count=35) == {"refused": 35}
+
+
+def test_forged_files_are_refused_or_hold_other_tokens(attacked):
+    """Whoever computes all digests again can write any tokens, for there is no key."""
+    found = forgeries(*attacked, seed=0, count=45)
+    assert found["refused"] > 25
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"storage": {}}, "lacks the metadata of a cache file: storage lacks bases"),
+        ({"recipe": "kivi:bits=4"}, "recipe is 'kivi:bits=4', and must be storage"),
+        ({"storage.rate": 99}, "storage=99 is not allowed"),
+        ({"cache.bytes": 5}, "cache.bytes must be"),
+        ({"cache.ratio_bf16": 1e308}, "cache.ratio_bf16"),
+    ],
+)
+def test_false_metadata_is_refused(llama, tmp_path, changed, words):
+    read(llama, 300).save(tmp_path / "a", storage=2)
+    said, tensors = forged.read(tmp_path / "a")
+    for place, value in changed.items():
+        *path, key = place.split(".")
+        forged.at(said, tuple(path))[key] = value
+    tensor_file.write(tmp_path / "b", tensors, said)
+    with pytest.raises(UserError, match=words):
+        CompressedCache.load(tmp_path / "b", llama)
+    with contextlib.suppress(UserError):
+        info(tmp_path / "b")
 
 
 if __name__ == "__main__":
     os.fsync = lambda handle: None
     count, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
-    place = Path("/tmp/stored-forgeries")
-    place.mkdir(exist_ok=True)
     for name in MODELS:
-        network = build(name)
-        read(network, 400).save(place / "a", prompt(400), storage=2)
-        print(name, "damaged", dict(damaged(network, place / "a", seed, count // 4)))
-        print(name, "forged", dict(forgeries(network, place / "a", seed, count // 4)))
+        with tempfile.TemporaryDirectory() as folder:
+            target = attack_target(build(name), Path(folder))
+            print(name, "damaged", dict(damaged(*target, seed, count // 4)))
+            print(name, "forged", dict(forgeries(*target, seed, count // 4)))

@@ -122,7 +122,8 @@ def test_groups_of_layers_with_other_shapes():
 def adapter_on(folder, **serde):
     """Return the adapter that the JSON in docs/serving.md configures, over memory of LMCache's
     first level."""
-    spec = {"type": "fs", "base_path": str(folder), "serde": {"type": "tersekv", "head_dim": 64, **serde}}
+    shape = {} if "storage" in serde else {"head_dim": 64}
+    spec = {"type": "fs", "base_path": str(folder), "serde": {"type": "tersekv", **shape, **serde}}
     parser = add_l2_adapters_args(argparse.ArgumentParser())
     config = parse_args_to_l2_adapters_config(parser.parse_args(["--l2-adapter", json.dumps(spec)])).adapters[0]
     level1 = L1Manager(L1ManagerConfig(L1MemoryManagerConfig(2**24, use_lazy=False, init_size_in_bytes=2**24)))
@@ -217,9 +218,35 @@ def test_another_process_reads_what_one_has_written(calibrated, tmp_path):
         assert not finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)
 
 
+def test_storage_chunks_are_read_by_another_process(tmp_path):
+    from random_calibration import stored_model
+
+    pytest.importorskip("pcodec")
+    options, _ = stored_model(tmp_path)
+    folder, serde = tmp_path / "shared", {"storage": 4, **options}
+    folder.mkdir()
+    process = multiprocessing.get_context("spawn").Process(target=store, args=(str(folder), serde))
+    process.start()
+    process.join(120)
+    assert process.exitcode == 0
+    (file,) = folder.rglob("*.data")
+    source, target = written(), memory(MemoryLayoutDesc([torch.Size([2, 3, 256, 128])], [torch.bfloat16]))
+    assert 3.9 < source.tensor.nbytes / file.stat().st_size < 4
+    with adapter_on(folder, **serde) as adapter:
+        assert finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)
+        error = (target.tensor.float() - source.tensor.float()).norm() / source.tensor.float().norm()
+        assert error < 0.25
+        whole = file.read_bytes()
+        for damaged in (whole[: len(whole) // 2], whole[:-1] + bytes([whole[-1] ^ 1]), b""):
+            file.write_bytes(damaged)
+            assert not finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        ({"storage": 2, "model": "smollm2"}, "lacks calibration"),
+        ({"storage": 2, "recipe": "kivi:bits=4"}, "no option recipe"),
         ({"recipe": "qjl", "head_dim": 64}, "is fitted on the prompt"),
         ({"recipe": "trellis:bits=3", "head_dim": 64}, "does not contain their positions; use centre=false"),
         ({"recipe": "trellis:centre=false", "head_dim": 64}, "give the file of `tersekv calibrate`"),

@@ -20,6 +20,9 @@ Check = Callable[[Any, str], None]
 MOST = 2**31 - 1
 """Maximum number of tokens or blocks, because positions are int32."""
 
+MOST_NUMBER = 1e200
+"""Maximum of other numbers, so that products of them are finite."""
+
 
 def refuse(place: str, why: str) -> NoReturn:
     """Raise UserError about the value at a path of a state."""
@@ -56,7 +59,7 @@ def text(value: Any, place: str) -> None:
 
 def number(value: Any, place: str) -> None:
     """Check for a finite number ≥ 0."""
-    fits = type(value) in (int, float) and 0 <= value < float("inf")
+    fits = type(value) in (int, float) and 0 <= value <= MOST_NUMBER
     if not fits:
         refuse(place, f"is {shortened(value)}, and must be a finite number of at least 0")
 
@@ -110,7 +113,8 @@ def record(wanted: Mapping[str, Check], open_ended: bool = False, may_lack: bool
         if not isinstance(value, dict):
             refuse(place, f"is {shortened(value)}, and must be a dictionary")
         if not may_lack and (missing := wanted.keys() - value.keys()):
-            refuse(place, f"lacks {', '.join(sorted(missing))}")
+            names = ", ".join(sorted(missing))
+            refuse(place, f"lacks {names if len(names) < 200 else names[:200] + ' …'}")
         if not open_ended and (unknown := value.keys() - wanted.keys()):
             refuse(place, f"has unknown entries ({shortened(', '.join(sorted(unknown)))})")
         for name in wanted.keys() & value.keys():

@@ -36,7 +36,7 @@ NO_DIGEST = "0" * 64
 ALIGNED = 64
 AGAIN = "create it again"
 GIVE = "give what `cache.save` or `tersekv prompt-cache build` wrote"
-MOST_AXES, MOST_BYTES = 16, 2**62
+MOST_AXES, MOST_BYTES, MOST_NAME = 16, 2**62, 200
 
 NAMES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -47,6 +47,16 @@ DTYPES = {name: dtype for dtype, name in NAMES.items()}
 
 HELD = record({"tokens": whole(1), "bytes": whole(1, 2**63), "ratio_bf16": number}, open_ended=True)
 """Check of a cache file's entry about the cache's content."""
+
+STORED = {
+    "rate": number,
+    "bases": one_of("calibration", "prompt", "layer"),
+    "calibration": optional(schema_text),
+    "step": number,
+    "firsts": each(whole()),
+    "dtype": schema_text,
+}
+"""Checks of a storage file's own entry, see `hf/stored.py`."""
 
 
 class TensorFile(NamedTuple):
@@ -137,7 +147,7 @@ def check_said(path: Path, said: dict[str, Any], size: int) -> None:
     texts = dict.fromkeys(("tersekv", "recipe", "model_type", "architecture", "model"), schema_text)
     entries = {**texts, "batch": whole(1, min(size, MOST)), "ids_sha256": optional(schema_text), "cache": HELD}
     try:
-        record({**entries, holds: anything}, open_ended=True)(said, "")
+        record({**entries, holds: record(STORED) if holds == "storage" else anything}, open_ended=True)(said, "")
     except UserError as error:
         raise UserError(f"{path} lacks the metadata of a cache file: {error}; {AGAIN}") from error
 
@@ -205,6 +215,8 @@ def _checked(header: dict[str, Any], crcs: Any) -> int:
     Raises:
         UserError: an entry is not one that `write` could have written.
     """
+    named = all(name.isprintable() and len(name) <= MOST_NAME for name in header)
+    require(named, "tensors", "have names that are not allowed")  # errors name them
     record(dict.fromkeys(header, schema_text))(crcs, "crc32")
     end = 0
     for name, entry in header.items():

@@ -136,15 +136,23 @@ def find_bases(model: str, config: PreTrainedConfig) -> Fitted | None:
         UserError: the calibration is damaged, or of another model.
     """
     path = profile_place(default_folder(model), NAME)
-    if not path.is_file():
-        return None
-    changed = path.stat().st_mtime_ns
+    return read_bases(path, config, model) if path.is_file() else None
+
+
+def read_bases(path: Path, config: PreTrainedConfig, model: str | None = None) -> Fitted:
+    """Return the bases in a file. model: fingerprint, if the weights are known.
+
+    Raises:
+        UserError: the calibration is damaged, or of another model.
+    """
+    changed = path.stat().st_mtime_ns if path.is_file() else 0
     (found, digest), shape = _loaded(path, changed), AttentionShape.of(config)
-    if (found.made.recipe, found.made.model, found.made.architecture) != (NAME, model, architecture(config)):
+    made = found.made
+    if (made.recipe, made.model, made.architecture) != (NAME, model or made.model, architecture(config)):
         raise UserError(
             f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`"
         )
-    numbers = _numbers(found.made.samples * found.made.length)
+    numbers = _numbers(made.samples * made.length)
     sizes = tuple(len(layers) * shape.kv_heads for layers in layer_groups(config, numbers))
     return Fitted(_bases(path, changed, sizes, (shape.key_dim, shape.value_dim)), digest, numbers)
 

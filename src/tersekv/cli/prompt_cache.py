@@ -31,7 +31,7 @@ STORAGE_HELP = (
 )
 BASES = {
     "calibration": "those of the model's calibration",
-    "prompt": "of this prompt, over six layers; `tersekv calibrate --storage` saves their bytes",
+    "prompt": "of this prompt, over several layers; `tersekv calibrate --storage` saves their bytes",
     "layer": "of this prompt, layer by layer; `tersekv calibrate --storage` gives better ones",
 }
 """Bases of a storage file, in words."""
@@ -56,8 +56,10 @@ def build(
     text = read_text(prompt, file, None)
     out = check_out(out)
     if storage is not None:
+        from tersekv.storage.codec import check_rate
         from tersekv.storage.streams import require_packages
 
+        check_rate(storage)
         require_packages("--storage")
         recipe = "exact"
     with output.step("loading torch and transformers"):
@@ -130,7 +132,10 @@ def load_file(
     as_json: output.Json = False,
 ) -> None:
     """Pack a storage file with a recipe, and write the packed cache to another file."""
+    from tersekv.cache.tensor_file import read_said
+
     out = check_out(out)
+    read_said(file.expanduser())  # before the model is loaded
     with output.step("loading torch and transformers"):
         import tersekv
     network, _ = load(model)

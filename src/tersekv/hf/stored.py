@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tersekv.cache.schema import MOST, each, number, of_spec, one_of, optional, record, require, tensor, text, whole
+from tersekv.cache.schema import MOST, each, of_spec, one_of, require, tensor, whole
 from tersekv.calibration.storage_basis import SIDES, Bases, Fitted, find_bases
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.base import ModelCache
@@ -38,9 +38,6 @@ from tersekv.tensors import type_name
 from tersekv.transforms.rope import NO_ROPE
 
 log = logging.getLogger(__name__)
-RATES = 0.1, 8.0
-"""Least and most bits per number."""
-
 OWN = {"prompt": OWN_NUMBERS, "layer": 1}
 """Most numbers of a group, if the bases are fitted on the prompt, or on the prompt layer by layer."""
 
@@ -57,15 +54,14 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         UserError: the rate is not allowed, or the cache is a batch, or its policy evicts tokens.
     """
     streams.require_packages("a storage file")
-    if not RATES[0] <= rate <= RATES[1]:
-        raise UserError(f"storage={rate:g} is not allowed; give {RATES[0]} to {RATES[1]:g} bits per number")
+    codec.check_rate(rate)
     if about["batch"] != 1:
         raise UserError(f"a storage file holds one sequence, and the cache has {about['batch']}: leave storage out")
     own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     if any(layer.store is not None and layer.store.by_head for layer in own):
         raise UserError(f"{cache.recipe} evicts tokens, and a storage file holds them all: read the prompt without it")
     kind, layers, bases, digest, bits = _chosen(cache, about, rate)
-    analyses = {where: basis.analysis() for where, basis in bases.items()}
+    analyses = {where: bases[where].analysis() for where in layers.sides()}
     step = _step(layers, bases, analyses, bits)
     log.info("storage with bases of the %s, step %.3g", kind, step)
     if kind == "layer":
@@ -93,9 +89,6 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         if digest is None:
             kept = basis._asdict()
             tensors |= {f"bases.{group}.{side}.{name}": kept[name].contiguous() for name in specs(1)}
-    size = sum(x.nbytes for name, x in tensors.items() if name != "ids")
-    elements = cache.footprint().elements
-    held = {"tokens": layers.tokens, "bytes": size, "ratio_bf16": round(2 * elements / size, 4)}
     stored = {
         "rate": rate,
         "bases": kind,
@@ -104,7 +97,14 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         "firsts": [span.first for span in layers.spans],
         "dtype": type_name(own[0].dtype),
     }
-    return {**about, "recipe": "storage", "cache": held, "storage": stored}, tensors
+    return {**about, "recipe": "storage", "cache": _held(layers, tensors), "storage": stored}, tensors
+
+
+def _held(layers: Layers, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    """Return the metadata about a file's size. A full cache has all tokens, also those out of a sliding window."""
+    size = sum(x.nbytes for name, x in tensors.items() if name != "ids")
+    elements = layers.tokens * sum(layers.numbers(g, side) for g in range(len(layers.groups)) for side in SIDES)
+    return {"tokens": layers.tokens, "bytes": size, "ratio_bf16": round(2 * elements / size, 4)}
 
 
 def _chosen(cache: ModelCache, about: dict[str, Any], rate: float) -> tuple[str, Layers, Bases, str | None, float]:
@@ -182,16 +182,6 @@ def _bytes(data: bytes) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
 
 
-STORED = {
-    "rate": number,
-    "bases": one_of("calibration", *OWN),
-    "calibration": optional(text),
-    "step": number,
-    "firsts": each(whole()),
-    "dtype": one_of(*FLOATS),
-}
-
-
 class StoredFile:
     """The layers of a storage file.
 
@@ -203,12 +193,14 @@ class StoredFile:
 
     def __init__(self, cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
         stored = said["storage"]
-        record(STORED)(stored, "storage")
+        one_of(*FLOATS)(stored["dtype"], "storage.dtype")
+        one_of("storage")(said["recipe"], "recipe")
+        codec.check_rate(stored["rate"])
         tokens = said["cache"]["tokens"]
         require(said["batch"] == 1, "batch", "must be 1")
         require(stored["step"] > 0, "storage.step", "must be more than 0")
         self.step, self.dtype, self.tensors = stored["step"], FLOATS[stored["dtype"]], tensors
-        self.digest, self.config = stored["calibration"], cache.config
+        self.digest, self.config, self.held = stored["calibration"], cache.config, said["cache"]
         own = stored["bases"] != "calibration"
         require(own == (self.digest is None), "storage.calibration", "does not fit storage.bases")
         found = None if own else self._found(said)
@@ -221,7 +213,7 @@ class StoredFile:
             require(first <= latest, "storage.firsts", f"has {first}, and must have at most {latest}")
         self.bases = self._own_bases() if found is None else found.bases
 
-    def check_names(self) -> None:
+    def check_whole(self) -> None:
         """Raise UserError unless the tensors are those of a whole file."""
         layers, wanted = self.layers, {"ids"} & self.tensors.keys()
         # a forged number of tokens must not make millions of names, or tensors of tokens that no page holds
@@ -236,6 +228,8 @@ class StoredFile:
             if self.digest is None:
                 wanted |= {f"bases.{group}.{side}.{name}" for name in specs(1)}
         require(self.tensors.keys() == wanted, "tensors", "are not those of a storage file with so many tokens")
+        for name, value in _held(layers, self.tensors).items():
+            require(self.held.get(name) == value, f"cache.{name}", f"must be {value}")
 
     def _named(self, name: str) -> bytes:
         """Return the bytes of a tensor.
@@ -353,7 +347,7 @@ def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tenso
         UserError: the file contradicts itself or the model, or its calibration is missing.
     """
     file = StoredFile(cache, said, tensors)
-    file.check_names()
+    file.check_whole()
     for index, keys, values in file.fill():
         layer, (keys, values) = file.layers.layer(index), (x.to(device) for x in (keys, values))
         layer.lazy_initialization(keys, values)

@@ -133,8 +133,7 @@ class ChunkCoder:
                     planes[name].contiguous().view(-1).view(torch.uint8) for name in _order(run.codec, self.head_dim)
                 ]
         body = torch.cat([part.cpu() for part in parts]) if parts else torch.empty(0, dtype=torch.uint8)
-        head = HEADER.pack(MAGIC, VERSION, self._what(shapes), _crc(body))
-        return torch.cat([torch.frombuffer(bytearray(head), dtype=torch.uint8), body])
+        return torch.cat([header(self._what(shapes), body), body])
 
     def unpack(self, data: Tensor, out: Sequence[Tensor]) -> None:
         """Unpack uint8 bytes into `out`, tensors of the shapes that were packed. Bytes after the
@@ -144,23 +143,8 @@ class ChunkCoder:
             CacheError: the bytes are truncated, damaged, or of another recipe, head dim or shape.
         """
         shapes = [tuple(x.shape) for x in out]
-        need = self.size(shapes)
-        if data.numel() < need:
-            raise CacheError(
-                f"a chunk of shapes {shapes} with '{self.recipe}' has {need:,} bytes, got {data.numel():,}"
-            )
-        data = data.cpu()
-        magic, version, what, crc = HEADER.unpack(data[: HEADER.size].numpy().tobytes())
-        if magic != MAGIC or version != VERSION:
-            raise CacheError(f"these bytes are not a chunk of version {VERSION} (they begin with {magic!r}, {version})")
-        if what != self._what(shapes):
-            raise CacheError(
-                "this chunk was packed with another recipe, calibration, head dim or shape than "
-                f"'{self.recipe}', {shapes}"
-            )
-        body = data[HEADER.size : need].contiguous()
-        if _crc(body) != crc:
-            raise CacheError("this chunk is damaged: its checksum differs; drop it and compute the tokens again")
+        said = f"'{self.recipe}', {shapes}"
+        body = checked_body(data, self._what(shapes), self.size(shapes), said)
         at = 0
         for x, runs in zip(out, self._runs(shapes), strict=True):
             for run in runs:
@@ -225,6 +209,33 @@ class ChunkCoder:
     @functools.cached_property
     def _digest(self) -> str | None:
         return None if self.calibration is None else self.calibration.digest
+
+
+def header(what: int, body: Tensor) -> Tensor:
+    """Return the header of a chunk, uint8. what: CRC-32 of all that chunks of one kind share."""
+    return torch.frombuffer(bytearray(HEADER.pack(MAGIC, VERSION, what, _crc(body))), dtype=torch.uint8)
+
+
+def checked_body(data: Tensor, what: int, need: int, said: str) -> Tensor:
+    """Return the bytes of a chunk of `need` bytes after its header, contiguous and on the CPU.
+
+    said: the recipe and shapes that `what` belongs to.
+
+    Raises:
+        CacheError: the bytes are truncated, damaged, or of another recipe, head dim or shape.
+    """
+    if data.numel() < need:
+        raise CacheError(f"a chunk of {said} has {need:,} bytes, got {data.numel():,}")
+    data = data.cpu()
+    magic, version, found, crc = HEADER.unpack(data[: HEADER.size].numpy().tobytes())
+    if magic != MAGIC or version != VERSION:
+        raise CacheError(f"these bytes are not a chunk of version {VERSION} (they begin with {magic!r}, {version})")
+    if found != what:
+        raise CacheError(f"this chunk was packed with another recipe, calibration, head dim or shape than {said}")
+    body = data[HEADER.size : need].contiguous()
+    if _crc(body) != crc:
+        raise CacheError("this chunk is damaged: its checksum differs; drop it and compute the tokens again")
+    return body
 
 
 def _crc(body: Tensor) -> int:

@@ -6,6 +6,9 @@ storage.
 "head_dim": 64}}
 ```
 
+With `"storage": 2, "model": FOLDER, "calibration": FILE` in place of recipe and head_dim, chunks
+have the storage codec (`tersekv.serving.stored_chunks`).
+
 `register()` registers the name in the calling process, because LMCache does not look for serde
 plug-ins. `tersekv.serving.chunks` defines the bytes of a chunk.
 """
@@ -13,7 +16,7 @@ plug-ins. `tersekv.serving.chunks` defines the bytes of a chunk.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
@@ -33,13 +36,19 @@ from tersekv.errors import UserError
 from tersekv.recipe import Recipe
 from tersekv.serving.chunks import ChunkCoder
 
+if TYPE_CHECKING:
+    from tersekv.serving.stored_chunks import StoredChunkCoder
+
 NAME = "tersekv"
+
+
+Coder: TypeAlias = "ChunkCoder | StoredChunkCoder"
 
 
 class PackedSerializer(Serializer):
     """Packs the tensors of a chunk."""
 
-    def __init__(self, coder: ChunkCoder) -> None:
+    def __init__(self, coder: Coder) -> None:
         self.coder = coder
 
     def serialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> int:
@@ -63,7 +72,7 @@ class PackedSerializer(Serializer):
 class PackedDeserializer(Deserializer):
     """Decodes packed chunks."""
 
-    def __init__(self, coder: ChunkCoder) -> None:
+    def __init__(self, coder: Coder) -> None:
         self.coder = coder
 
     def deserialize(self, src: MemoryObj, dst: MemoryObj, key: ObjectKey) -> None:
@@ -76,20 +85,27 @@ class PackedDeserializer(Deserializer):
 
 
 def create(options: Mapping[str, Any]) -> SerdeProcessor:
-    """Create a processor from the options of an adapter's "serde": recipe, head_dim, calibration
-    (a file, for codecs that need one) and max_workers (default 1).
+    """Create a processor from the options of an adapter's "serde": recipe and head_dim, or storage (bits per
+    number) and model; calibration (a file, for codecs that need one) and max_workers (default 1).
 
     Raises:
-        UserError: an option is missing or unknown, or the recipe does not support chunks.
+        UserError: an option is missing or unknown, or chunks are not supported.
     """
-    known = {"recipe", "head_dim", "calibration", "max_workers"}
+    needed = {"storage", "model", "calibration"} if "storage" in options else {"recipe", "head_dim"}
+    known = needed | {"calibration", "max_workers"}
     if unknown := set(options) - known:
         raise UserError(f"serde {NAME!r} has no option {', '.join(sorted(unknown))}; it has {', '.join(sorted(known))}")
-    if missing := {"recipe", "head_dim"} - set(options):
-        raise UserError(f"serde {NAME!r} lacks {' and '.join(sorted(missing))}: give a recipe and the model's head dim")
-    file = options.get("calibration")
-    calibration = None if file is None else Calibration.load(file)
-    coder = ChunkCoder(Recipe.parse(options["recipe"]), int(options["head_dim"]), calibration)
+    if missing := needed - set(options):
+        raise UserError(f"serde {NAME!r} lacks {' and '.join(sorted(missing))}: give {', '.join(sorted(needed))}")
+    coder: Coder
+    if "storage" in options:
+        from tersekv.serving.stored_chunks import StoredChunkCoder
+
+        coder = StoredChunkCoder(float(options["storage"]), options["model"], options["calibration"])
+    else:
+        file = options.get("calibration")
+        calibration = None if file is None else Calibration.load(file)
+        coder = ChunkCoder(Recipe.parse(options["recipe"]), int(options["head_dim"]), calibration)
     workers = int(options.get("max_workers", 1))
     return AsyncSerdeProcessor(PackedSerializer(coder), PackedDeserializer(coder), max_workers=workers)
 

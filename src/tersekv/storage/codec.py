@@ -39,7 +39,16 @@ PER_OCTAVE = 4
 SAMPLE = 512
 """Tokens that the step is chosen on."""
 
+RATES = 0.1, 8.0
+"""Least and most bits per number."""
+
 MOST_CODE, MOST_EXPONENT = 2**15 - 1, 64
+
+
+def check_rate(rate: float, least: float = RATES[0]) -> None:
+    """Raise UserError unless a rate has an allowed number of bits."""
+    if not least <= rate <= RATES[1]:
+        raise UserError(f"storage={rate:g} is not allowed; give {least} to {RATES[1]:g} bits per number")
 
 
 class Span(NamedTuple):
@@ -76,8 +85,18 @@ class Span(NamedTuple):
         """
         ago = torch.arange(self.coded, 0, -1)
         recent = (FADE * (1 - (ago / LAST).log2() / 4)).clamp_min(0)
-        octaves = recent + ((weights - weights.mean()) / 2).clamp(-WEIGHED, WEIGHED)
+        octaves = recent + _finer(weights)
         return (PER_OCTAVE * torch.where(ago > LAST, octaves, FINER)).round().to(torch.int16)
+
+
+def chunk_exponents(weights: Tensor) -> Tensor:
+    """Return the exponents of `Span.exponents` for tokens of which no later ones are known to be recent."""
+    return (PER_OCTAVE * _finer(weights)).round().to(torch.int16)
+
+
+def _finer(weights: Tensor) -> Tensor:
+    """Return the octaves by which steps are finer for the weights of tokens' errors."""
+    return ((weights - weights.mean()) / 2).clamp(-WEIGHED, WEIGHED)
 
 
 def scaled(y: Tensor, exponents: Tensor) -> Tensor:

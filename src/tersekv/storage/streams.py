@@ -38,7 +38,7 @@ def pack(pages: Sequence[Sequence[Tensor]]) -> tuple[bytes, list[bytes]]:
     parts = [_packed(band) for band in zip(*([b for x in page for b in x.split(BAND)] for page in pages), strict=True)]
     while parts and not parts[-1][0]:
         parts.pop()
-    return _joined([table for table, _ in parts]), [_joined(page) for page in zip(*(p for _, p in parts), strict=True)]
+    return _joined([table for table, _ in parts]), [_joined([page[n] for _, page in parts]) for n in range(len(pages))]
 
 
 def unpack(table: bytes, page: bytes, parts: Sequence[int], tokens: int) -> list[Tensor]:
@@ -53,7 +53,7 @@ def unpack(table: bytes, page: bytes, parts: Sequence[int], tokens: int) -> list
     metas, pages = _split(table, len(rows)), _split(page, len(rows))
     if len(metas) != len(pages):
         raise UserError(f"has {len(pages)} streams, and its table has {len(metas)}")
-    out = np.zeros((sum(rows[: len(metas)]), tokens), dtype=np.int16)
+    out = np.zeros((max(sum(rows[: len(metas)]), sum(parts[:-1])), tokens), dtype=np.int16)
     at = 0
     for meta, data, height in zip(metas, pages, rows, strict=False):
         if meta:
@@ -65,8 +65,6 @@ def unpack(table: bytes, page: bytes, parts: Sequence[int], tokens: int) -> list
     for n in parts:
         found.append(codes[:n])
         codes = codes[n:]
-    if any(len(x) < n for x, n in zip(found[:-1], parts, strict=False)):
-        raise UserError(f"has {len(metas)} streams, and more are needed")
     return found
 
 
@@ -88,7 +86,7 @@ def unpack_bytes(data: bytes, size: int) -> bytes:
     try:
         found = zstandard.frame_content_size(data)
         if found == size:  # a larger one is not allocated
-            return _planes(zstandard.ZstdDecompressor().decompress(data), size // 2)
+            return _planes(zstandard.ZstdDecompressor().decompress(data, allow_extra_data=False), size // 2)
     except zstandard.ZstdError as error:
         raise UserError("has a stream that zstd cannot read") from error
     raise UserError(f"has a stream of {found} bytes in place of {size}")
