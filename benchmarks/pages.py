@@ -44,6 +44,7 @@ commit, machine, versions, model and options. A row without a field has the one 
 each table are its record and a command that makes one; `FILE`, `FOLDER` and `MODEL` are yours. `python \
 benchmarks/pages.py` makes these pages and pictures from the records, and a test compares them.
 
+- **Texts**: `wikitext-2/test_gptq_joined.txt` is wikitext-2's test set, its rows joined by two newlines.
 - **True bits**: all bytes held, in bits per number of keys and values, with scales, tables, sinks and window.
 - **KL divergence**: from the full cache's distribution of the next token, in nats, mean over tokens.
 - **Perplexity ratio**: divided by the full cache's on the same tokens. `±` is the standard error over samples, of \
@@ -52,7 +53,7 @@ paired differences where two caches are compared.
 repeat exactly on the same versions and instruction set; times do not."""
 NOT_CLAIMED = """One GPU ran the kernels once, which were changed since ([GPU](gpu.md)); no model of \
 use was run on one. Three small models were measured, of 135 to 500 million \
-parameters, and most tables are of one. Samples are few where the tables say so. All CPUs were AMD EPYCs: \
+parameters, and most tables are of one. Samples are few where the tables say so. All CPUs timed were AMD EPYCs: \
 Zen 3 with AVX2, Zen 4 and Zen 5. They were shared with other work."""
 
 

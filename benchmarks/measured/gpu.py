@@ -69,7 +69,7 @@ def page() -> Page:
                 "way's bytes as fast as a device copy does. `times as fast` compares with the fastest way in bfloat16, "
                 "and `scores` with scores. float8 is our own kernel over float8 tokens.",
                 attention(), ["attend_gpu.jsonl"],
-                "tersekv bench attend --device cuda --formats all --out FILE",
+                "tersekv bench attend --device cuda --formats all --seconds 2 --limit 1.2 --out FILE",
             ),
             Section(
                 "Whole steps and prompts",

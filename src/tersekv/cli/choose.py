@@ -61,6 +61,7 @@ def choose(
     whole, chunks = found.peak
     if whole is not None and chunks is not None:
         output.show(f"peak    {sizes.peak(whole, chunks, memory)}")
+    output.show(f"others  {', '.join(found.others) or 'none'}")
     if tried:
         columns = ("recipe", "bits", "divergence", "same next token", "in words")
         rows = [

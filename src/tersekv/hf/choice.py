@@ -28,6 +28,14 @@ LEAST_MEMORY = 10**8
 """Bytes below which a policy that evicts tokens is not proposed."""
 
 
+CLOSE = (
+    "on wikitext hardly a token changes on three models, and passkeys up to 4,096 tokens are found as before; on web "
+    "pages more changes, so try your text"
+)
+MISSES = "; it first measures the model for minutes, and lost 2 of 17 passkeys at 8,192 tokens on SmolLM2"
+"""Findings about `default` and the recipe for the least memory, from docs/measured/presets.md and rates.md."""
+
+
 class Choice(NamedTuple):
     """A recipe for a model, and the reason.
 
@@ -75,11 +83,16 @@ def choose(
     if memory is not None and not isinstance(memory, str):
         raise UserError(f"memory={memory!r} is not a text; write for example 24GB")
     candidates = _candidates(known)
+    wide = known.shape.key_dim >= WIDE and "default" in candidates
     sizes = {name: predict(known.shape, recipe, tokens).total_bytes for name, recipe in candidates.items()}
     full = 2 * known.shape.elements(tokens)
 
     def made(name: str, why: str) -> Choice:
         others = tuple(other for other in candidates if other != name)
+        if name == "default" and wide:
+            why += f"; heads of {known.shape.key_dim} channels are coded as with kivi:bits=4"
+        elif name == LEAST.format(f"{RATE:g}"):
+            why += MISSES
         if known.longest and tokens > known.longest:
             why += f"; the model itself reads at most {known.longest:,} tokens"
         whole, chunks = (known.peak(candidates[name], sizes[name], tokens, chunk=chunk) for chunk in (0, CHUNK))
@@ -88,7 +101,7 @@ def choose(
     name = "default" if "default" in candidates else next(iter(candidates))
     little = tokens < FEW_TOKENS or sizes[name] >= full
     if memory is None:
-        why = "on three models hardly a token changes, and facts in long texts are found as before"
+        why = CLOSE
         return made(name, f"little is gained at {tokens:,} tokens: the full cache is as good" if little else why)
     weights = known.weights()
     room = parse_bytes(memory, "memory") - weights
@@ -99,16 +112,25 @@ def choose(
         )
     if little and full <= room:
         return made(name, f"little is gained at {tokens:,} tokens: the full cache fits, too")
-    before = None
+    before, limit = None, parse_bytes(memory, "memory")
+    peaks = {name: known.peak(candidates[name], sizes[name], tokens, chunk=CHUNK) for name in candidates}
     for name, size in sizes.items():
-        if size <= room:
+        if size <= room and (peaks[name] or 0) <= limit:
             left = f"{human_bytes(room - size)} of {human_bytes(room)} beside the weights in bfloat16 are left"
             if before is None:
                 beside = f"; a cache in bfloat16, {human_bytes(full)}, would fit, too" if full <= room else ""
                 return made(name, f"the closest to the full cache, and it fits: {left}{beside}")
-            return made(name, f"the closest to the full cache that fits: {before} needs {human_bytes(sizes[before])}")
+            needs = f"{before} needs {human_bytes(sizes[before])}"
+            if sizes[before] <= room:
+                needs = f"reading the prompt in chunks of {CHUNK} with {before} needs {human_bytes(peaks[before] or 0)}"
+            return made(name, f"the closest to the full cache that fits: {needs}")
         before = name
     name, least = min(sizes.items(), key=lambda item: item[1])
+    if least <= room:
+        raise UserError(
+            f"{name} fits beside the weights, but reading {tokens:,} tokens in chunks of {CHUNK} needs "
+            f"{human_bytes(peaks[name] or 0)}, more than memory={memory}: give more memory or a shorter context"
+        )
     held = most_tokens(lambda n: predict(known.shape, candidates[name], n).total_bytes, room, tokens)
     evicts = f", or a policy that evicts tokens, for example h2o:memory={room // 10**6}MB+kivi:bits=4"
     raise UserError(
@@ -125,7 +147,8 @@ def _candidates(known: Known) -> dict[str, Any]:
 
     rate = WIDE_RATE if known.shape.key_dim >= WIDE else RATE
     found, biases = {}, bool(known.key_bias())
-    for name in ("safe", "default", LEAST.format(f"{rate:g}")):
+    wide = known.shape.key_dim >= WIDE  # such heads are coded alike by both presets
+    for name in (*(() if wide else ("safe",)), "default", LEAST.format(f"{rate:g}")):
         recipe = Recipe.parse(name)
         if not refusals(recipe, known.config) and not (biases and bias_fault(recipe, known.shape)):
             found[name] = recipe
