@@ -56,6 +56,20 @@ def test_parser_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments
     assert "--help" in refuse(capfd, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("prompt-cache", "load", "x"), "`tersekv prompt-cache load --help` shows"),
+        (("prompt-cache", "nope"), "`tersekv prompt-cache --help` shows"),
+        (("env",), "`tersekv doctor` shows the installation"),
+    ],
+)
+def test_parser_errors_name_the_command(
+    capfd: pytest.CaptureFixture[str], arguments: tuple[str, ...], said: str
+) -> None:
+    assert said in refuse(capfd, *arguments)
+
+
 def test_internal_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli.listing, "describe", lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -88,6 +102,19 @@ def test_list(capfd: pytest.CaptureFixture[str]) -> None:
     said = run_text(capfd, "list")
     assert all(name in said for name in rows)
     assert max(map(len, said.splitlines())) <= output.WIDTH_WHEN_PIPED
+
+
+def test_list_of_one(capfd: pytest.CaptureFixture[str]) -> None:
+    """Every sentence is whole, and a preset has its own options and bits."""
+    rows = run_json(capfd, "list")
+    for name in (row["name"] for row in (*rows["methods"], *rows["policies"])):
+        one = run_json(capfd, "list", name)
+        assert one["good_for"][-1] == one["bad_for"][-1] == "."
+    assert run_json(capfd, "list", "mixed")["bad_for"].endswith("nothing in the prompt had looked at.")
+    one = run_json(capfd, "list", "default")
+    assert (one["options"]["bits"], one["options"]["calibration"], one["fits_on"]) == (3.5, "prompt", "prompt")
+    assert one["bits"]["64"]["mean"] > 3.5
+    assert run_json(capfd, "list", "trellis")["options"]["bits"] == 2
 
 
 def test_models(empty_cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from tersekv.cli import output
 from tersekv.lab.evals import options, runs
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.tasks import tasks
+from tersekv.lab.evals.tasks.divergence import in_words
 from tersekv.lab.evals.tasks.perplexity import Perplexity
 from test_cli import refuse, run_json, run_text
 
@@ -93,6 +94,21 @@ def test_out_keeps_records_and_uses_them(
     assert {"command", "cpu", "flags", "isa", "threads", "versions", "task", "options", "model", "seed"} <= set(header)
     monkeypatch.setattr(Perplexity, "evaluate", lambda *_: pytest.fail("a record was there"))
     assert run_json(capfd, *common, *out) == first
+
+
+@pytest.mark.parametrize("arguments", [("divergence", "--text", "/nowhere"), ("ruler", "--data", "/nowhere")])
+def test_files_are_checked_before_the_model_is_loaded(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(cli.evaluate, "load", lambda *_: pytest.fail("the model was loaded"))
+    assert "/nowhere" in refuse(capfd, "eval", *arguments)
+
+
+def test_words_are_of_the_measured_agreement() -> None:
+    assert in_words(0.08738, 0.8242) == "18% of the tokens change"
+    assert in_words(0.005, 0.93) == "7% of the tokens change"
+    assert in_words(0.0025, 0.988) == in_words(0.0025)
+    assert in_words(0.4, 0.8) == in_words(float("nan"), 0.8) == "RUINED: choose another recipe"
 
 
 @pytest.mark.parametrize("keeps", [True, False])

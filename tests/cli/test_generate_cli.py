@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import csv
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from tersekv import cli
+from tersekv.cache.footprint import Footprint
 from tersekv.cli import measure, output
+from tersekv.cli.bare import as_csv
+from tersekv.cli.generate import summary
 from test_cli import refuse, run_json, run_text
 
 CACHE_KEYS = ["recipe", "tokens", "bytes", "bytes_by_part", "bits_per_element", "ratio_bf16", "ratio_fp8"]
@@ -92,6 +96,19 @@ def test_generate_streams_and_shows_a_table(tiny: str, capfd: pytest.CaptureFixt
     assert "true bits per element" in said
     assert "unpacked keys and values" in said
     assert "scales and norms" in said
+
+
+def test_summary_says_how_answers_part_and_what_is_larger() -> None:
+    held = Footprint(tokens=10, elements=1000, parts={"exact": 4000})
+    a = measure.Outcome("full", "", [1, 2, 3], 8, 1.0, 1.0, held, 1, "")
+    differs = {"agreement": 1, "divergence": {"kl": 0.001, "tokens": 2, "words": "hardly a token changes"}}
+    table = summary([a, replace(a, new_ids=[1, 4, 5])], "", differs)
+    assert any("The answers part" in note for note in table.notes)
+    row = next(row for row in table.rows if row[0] == "times smaller than bfloat16")
+    assert row[1] == "2.00 times larger"
+    assert as_csv(table).splitlines()[1].split(",").count("0.5") == 1
+    table = summary([a, a], "", {**differs, "agreement": 3})
+    assert not any("The answers part" in note for note in table.notes)
 
 
 def test_generate_reads_file_question_and_stdin(

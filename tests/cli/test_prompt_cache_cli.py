@@ -10,6 +10,8 @@ import pytest
 import forged
 from tersekv import cli
 from tersekv.calibration.text import common_ids
+from tersekv.cli import output, prompt_cache
+from tersekv.lab.evals.tasks.divergence import in_words
 from tersekv.models import loading
 from tersekv.models.config import cache_shape
 from tersekv.sizes.estimate import break_even
@@ -66,7 +68,9 @@ def test_generate_continues_after_the_file(tiny: str, built: Path, capfd: pytest
         assert made["cache"] == plain["cache"]
     compared = run_json(capfd, *common, "--prompt-cache", str(built), "--compare")
     assert compared["full"]["cached_tokens"] == 0 < compared["packed"]["cached_tokens"]
-    assert "tokens from the prompt cache" in run_text(capfd, *common, "--prompt-cache", str(built))
+    said = run_text(capfd, *common, "--prompt-cache", str(built))
+    assert "tokens from the prompt cache" in said
+    assert "Peak memory counts only what was added after" in said
 
 
 def test_a_prompt_that_is_all_in_the_file(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -111,8 +115,9 @@ def test_a_storage_file_loads_into_any_recipe(tiny: str, tmp_path: Path, capfd: 
     assert made["storage"]["rate"] == 3
     assert made["cache"]["tokens"] == len(TEXT) + 1
     said = run_json(capfd, "prompt-cache", "info", path)
-    assert said == {name: value for name, value in made.items() if name != "kl" and not name.endswith("_seconds")}
+    assert said == {name: value for name, value in made.items() if not name.endswith("_seconds")}
     assert 0 <= made["kl"] < 1
+    assert made["words"] == in_words(made["kl"])
     assert run_json(capfd, "prompt-cache", "verify", path, "-m", tiny)["state"] == "verified"
     assert "of this prompt" in run_text(capfd, "prompt-cache", "info", path)
     loaded = run_json(capfd, "prompt-cache", "load", path, "-r", "polarquant", "-m", tiny, "-o", packed)
@@ -123,3 +128,45 @@ def test_a_storage_file_loads_into_any_recipe(tiny: str, tmp_path: Path, capfd: 
     assert answers[0]["cached_tokens"] == len(TEXT) + 1
     assert answers[0]["cache"] == answers[1]["cache"]
     assert run_json(capfd, *common, "--prompt-cache", path)["cache"]["recipe"].startswith("trellis")
+
+
+def test_the_loss_of_a_storage_file_is_said_again(
+    tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`info`, `load`, and `generate` with the loaded file know what `build` measured."""
+    path, packed = str(tmp_path / "doc.store"), str(tmp_path / "doc.cache")
+    monkeypatch.setattr(prompt_cache, "divergence", lambda *_: 0.0873)
+    said = []
+    generate = ("generate", "-m", tiny, "-p", TEXT, "--max-new-tokens", "2", "--prompt-cache")
+    for call in (
+        ("prompt-cache", "build", "--storage", "2", "-p", TEXT, "-m", tiny, "-o", path),
+        ("prompt-cache", "load", path, "-r", "kivi:bits=4", "-m", tiny, "-o", packed),
+        (*generate, path),
+        (*generate, packed),
+    ):
+        assert cli.run(list(call)) == 0
+        said.append(" ".join(capfd.readouterr().err.split()))
+    loss = "loses much: KL divergence 0.087 nats (about one token in ten changes)"
+    assert [f"{name} {loss}" in text for name, text in zip((path, path, path, packed), said, strict=True)] == [True] * 4
+    for file in (path, packed):
+        assert run_json(capfd, "prompt-cache", "info", file)["kl"] == 0.0873
+        text = run_text(capfd, "prompt-cache", "info", file)
+        assert re.search(r"divergence, nats +│ +0\.0873", text)
+        assert "about one token in ten changes" in text
+
+
+def test_info_fits_into_80_columns(
+    tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "doc.store"
+    run_json(capfd, "prompt-cache", "build", "--storage", "2", "-p", TEXT, "-m", tiny, "-o", str(path))
+    prompt_cache.add_divergence(path, 0.5)
+    bases = run_json(capfd, "prompt-cache", "info", str(path))["storage"]["bases"]
+    monkeypatch.setattr(output, "_piped_width", lambda: 80)
+    text = run_text(capfd, "prompt-cache", "info", str(path))
+    labels = ("recipe", "bits per number", "bases", "token ids", "cache, all parts", "divergence, nats", "in words")
+    assert all(f"│ {label} " in text for label in labels)
+    assert prompt_cache.BASES[bases] in text
+    assert "RUINED: choose another recipe" in text
+    assert "…" not in text
+    assert max(map(len, text.splitlines())) <= 80

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import math
 import os
 import random
 import sys
@@ -29,7 +30,7 @@ from tersekv.cache import tensor_file
 from tersekv.calibration import find
 from tersekv.calibration.calibrate import Corpus
 from tersekv.calibration.storage_basis import NAME, basis_on
-from tersekv.cli.prompt_cache import info
+from tersekv.cli.prompt_cache import add_divergence, info
 from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.stored import StoredFile
@@ -118,6 +119,18 @@ def test_a_short_prompt_is_exact(llama, tmp_path):
     assert errors(cache, CompressedCache.load(tmp_path / "a", llama, recipe="exact")) == [0.0] * 2 * len(cache.layers)
 
 
+def test_the_measured_loss_stays_with_the_tokens(stored):
+    model, _, path = stored
+    assert CompressedCache.load(path, model).stored_kl is None
+    add_divergence(path, 0.25)
+    loaded = CompressedCache.load(path, model, recipe="kivi:bits=4")
+    loaded.save(path.with_name("packed"))
+    again = CompressedCache.load(path.with_name("packed"), model)
+    assert loaded.stored_kl == again.stored_kl == 0.25
+    again.reset()
+    assert again.stored_kl is None
+
+
 def test_a_page_can_be_read_alone(stored):
     """Only its own tensors are mapped and checked; its tokens are those of the whole file."""
     model, _, path = stored
@@ -188,6 +201,7 @@ def attacked(request, models, tmp_path, monkeypatch) -> tuple[Any, Path, Any]:
 
 def attack_target(model: Any, folder: Path) -> tuple[Any, Path, Any]:
     read(model, 400).save(folder / "a", prompt(400), storage=2)
+    add_divergence(folder / "a", 0.25)
     return model, folder / "a", tokens_of(CompressedCache.load(folder / "a", model, recipe="exact"))
 
 
@@ -296,6 +310,7 @@ def test_forged_files_are_refused_or_hold_other_tokens(attacked):
         ({"storage.rate": 99}, "storage=99 is not allowed"),
         ({"cache.bytes": 5}, "cache.bytes must be"),
         ({"cache.ratio_bf16": 1e308}, "cache.ratio_bf16"),
+        *(({"kl": kl}, "kl is .*, and must be a finite number of at least 0") for kl in (-1, math.nan, "0", None)),
     ],
 )
 def test_false_metadata_is_refused(llama, tmp_path, changed, words):

@@ -543,3 +543,6 @@ def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
         UserError, match=r"has no config.json, so it is not a model folder; give the folder that has it"
     ):
         loading.load_tokenizer(str(tmp_path))
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(UserError, match=r"or a GGUF file, of which it holds some\.gguf"):
+        loading.load_config(str(tmp_path))

@@ -146,6 +146,8 @@ def check_said(path: Path, said: dict[str, Any], size: int) -> None:
         raise UserError(f"{path} holds tensors, but no cache; give what `cache.save` or `tersekv prompt-cache` wrote")
     texts = dict.fromkeys(("tersekv", "recipe", "model_type", "architecture", "model"), schema_text)
     entries = {**texts, "batch": whole(1, min(size, MOST)), "ids_sha256": optional(schema_text), "cache": HELD}
+    if "kl" in said:  # of the storage file that the tokens are from, if it was measured
+        entries["kl"] = number
     try:
         record({**entries, holds: record(STORED) if holds == "storage" else anything}, open_ended=True)(said, "")
     except UserError as error:

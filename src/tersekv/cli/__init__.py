@@ -60,6 +60,10 @@ command.prepare(app)
 _PARSER_ERROR: Any = typer.BadParameter.__mro__[2]
 
 
+FORMER = {"env": "doctor"}
+"""Commands of earlier versions, and those that took their place."""
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tersekv {__version__}")
@@ -117,6 +121,9 @@ def _run(arguments: list[str]) -> int:
 def _explained(error: Any, arguments: list[str]) -> str:
     """Return a message of the parser, with the value that came if it is one of an option."""
     message = str(error.format_message())
+    for old, new in FORMER.items():
+        if message.startswith(f"No such command '{old}'"):
+            return f"No such command '{old}'; `tersekv {new}` shows the installation"
     _, found, allowed = message.partition(": Input should be ")
     if not found:
         return message
@@ -129,9 +136,18 @@ def _explained(error: Any, arguments: list[str]) -> str:
 
 
 def _command(arguments: list[str]) -> str:
-    known = {command.name or getattr(command.callback, "__name__", "") for command in app.registered_commands}
-    known |= {group.name for group in app.registered_groups}
-    return f"{arguments[0]} " if arguments and arguments[0] in known else ""
+    """Return the names of the command and of its subcommand, as far as they exist, with a space after each."""
+    found, program = "", app
+    for name in arguments:
+        groups = {group.name: group.typer_instance for group in program.registered_groups}
+        commands = {one.name or getattr(one.callback, "__name__", "") for one in program.registered_commands}
+        if name not in commands | groups.keys():
+            break
+        found += f"{name} "
+        if (inner := groups.get(name)) is None:
+            break
+        program = inner
+    return found
 
 
 def _refuse(message: str) -> int:

@@ -16,7 +16,6 @@ from tersekv.cli import output
 from tersekv.cli.bare import size
 from tersekv.cli.generate import Dtype, checked_dtype, load
 from tersekv.errors import UserError
-from tersekv.lab.bench.memory import PeakMemory
 
 if TYPE_CHECKING:
     from tersekv.calibration.calibrate import Calibrator, Corpus
@@ -67,6 +66,7 @@ def calibrate(
     from tersekv.calibration.find import check_allotment
     from tersekv.calibration.needs import needs_corpus, needs_profile, profile_of
     from tersekv.calibration.storage_basis import basis_on
+    from tersekv.lab.bench.memory import PeakMemory
 
     for one in recipes:
         check_allotment(one, network.config)

@@ -83,6 +83,7 @@ def evaluate(
         recipes = unique(one for text in recipe or [] for one in ([text] if text == "full" else expand(text)))
     if out is not None and out.exists() and not out.is_dir():
         raise UserError(f"--out {out} is a file: give a folder")
+    _check_files(chosen)
     summaries = _run(chosen, recipes, model, out, calibration)
     if as_json:
         output.print_json({"model": model, "results": [summary.document() for summary in summaries]})
@@ -93,6 +94,19 @@ def evaluate(
     for name, task in chosen.items():
         ours = [summary for summary in summaries if summary.task == name]
         output.show(_table(name, task, ours, names, quarters, across))
+
+
+def _check_files(chosen: dict[str, Task]) -> None:
+    """Raise UserError if a text or a folder of the tasks' options cannot be read, before the model is loaded."""
+    from tersekv.lab.evals.longbench_data import HUB
+    from tersekv.lab.evals.windows import BUILT_IN, read_text
+
+    for task in chosen.values():
+        text, data = (getattr(task, name, "") for name in ("text", "data"))
+        if text not in ("", BUILT_IN):
+            read_text(text)
+        if data not in ("", HUB) and not Path(data).is_dir():
+            raise UserError(f"--data {data} is not a folder: give one with the task's files")
 
 
 def _run(
@@ -124,7 +138,12 @@ def _table(
     from tersekv.lab.evals.tasks.divergence import in_words
 
     metrics = [metric for metric in (summaries[0].metrics if summaries else ()) if quarters or metric not in task.more]
-    described = [in_words(s.metrics["kl"].mean) if "kl" in s.metrics and s.recipe != "full" else "-" for s in summaries]
+    described = [
+        in_words(s.metrics["kl"].mean, s.metrics["top1_agreement"].mean)
+        if "kl" in s.metrics and s.recipe != "full"
+        else "-"
+        for s in summaries
+    ]
     said = ("in words",) if "kl" in metrics else ()
     columns = (
         "recipe",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -18,6 +19,9 @@ from tersekv.units import parse_tokens
 if TYPE_CHECKING:
     from tersekv.cli.measure import Outcome
 
+log = logging.getLogger(__name__)
+MOST_KL = 0.03
+"""Divergence in nats above which a storage file is warned of."""
 
 RECIPE_HELP = f"{output.RECIPE_HELP} If not given: `{output.DEFAULT_RECIPE}`, or the recipe of the prompt cache."
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -89,6 +93,7 @@ def generate(
 
             with output.step(f"loading {prompt_cache}"):
                 held = tersekv.CompressedCache.load(prompt_cache, network, ids, tokenizer.decode, choice, calibration)
+            warn_of_loss(prompt_cache, held.stored_kl, "build the storage file again with more bits")
         outcomes.append(measure.generate(network, tokenizer, ids, choice, sampling, write, learnt, held, watch))
     differs = None if watch is None else measure.compared(watch, *outcomes)
     if as_json:
@@ -192,8 +197,8 @@ def summary(outcomes: Sequence[Outcome], title: str, differs: dict[str, Any] | N
         row("cache, all parts", [size(h.total_bytes) for h in held]),
         row("tokens in the cache", [f"{h.tokens:,}" for h in held]),
         row("true bits per element", [f"{h.bits_per_element:.2f}" for h in held]),
-        row("times smaller than bfloat16", [f"{h.ratio(16):.2f}" for h in held]),
-        row("times smaller than fp8", [f"{h.ratio(8):.2f}" for h in held]),
+        row("times smaller than bfloat16", [_ratio(h.ratio(16)) for h in held]),
+        row("times smaller than fp8", [_ratio(h.ratio(8)) for h in held]),
         row("tokens from the prompt cache", [f"{o.cached_tokens:,}" for o in outcomes]),
         row("prefill seconds", [f"{o.prefill_seconds:.2f}" for o in outcomes]),
         row("decode tokens/s", [f"{o.decode_tokens_per_second:.2f}" for o in outcomes]),
@@ -207,7 +212,28 @@ def summary(outcomes: Sequence[Outcome], title: str, differs: dict[str, Any] | N
         )
         rows.append(row("divergence, nats", ["-", f"{found['kl']:.4f}"]))
         notes = [f"{name}: {found['words']}, by the divergence of the answer's first {found['tokens']} tokens."]
+        if equal < max(len(o.new_ids) for o in outcomes):
+            notes.append("The answers part after one different token, because each goes on from its own text.")
+    if any(o.cached_tokens for o in outcomes):
+        notes.append("Peak memory counts only what was added after the prompt cache was loaded.")
     return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows, notes=notes, by_column="cache")
+
+
+def _ratio(ratio: float) -> Cell:
+    """Return a cell of a row "times smaller than …"."""
+    larger = 0 < ratio < 0.995
+    return Cell(f"{1 / ratio:.2f} times larger" if larger else f"{ratio:.2f}", {"{}": round(ratio, 2)})
+
+
+def warn_of_loss(path: Path, kl: float | None, advice: str) -> None:
+    """Warn if the storage file that a cache's tokens are from loses much.
+
+    kl: its measured divergence in nats, if known. advice: end of the sentence.
+    """
+    from tersekv.lab.evals.tasks.divergence import in_words
+
+    if kl is not None and kl > MOST_KL:
+        log.warning(f"{path} loses much: KL divergence {kl:.3f} nats ({in_words(kl)}); {advice}")
 
 
 def say_where_nothing_is_gained(outcomes: Sequence[Outcome], config: Any) -> None:

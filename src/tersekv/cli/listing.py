@@ -43,7 +43,7 @@ def list_methods(
     elif name is None:
         _show_all(document)
     else:
-        _show_one(document)
+        _show_one(document, name)
 
 
 def _show_all(document: dict[str, Any]) -> None:
@@ -73,8 +73,8 @@ def _show_all(document: dict[str, Any]) -> None:
     )
 
 
-def _show_one(one: dict[str, Any]) -> None:
-    from tersekv.recipe import written
+def _show_one(one: dict[str, Any], name: str) -> None:
+    from tersekv.recipe import PRESETS, written
 
     output.show(f"{one['does']}\nGood for: {one['good_for']}\nBad for: {one['bad_for']}")
     if "bits" in one:
@@ -82,13 +82,15 @@ def _show_one(one: dict[str, Any]) -> None:
         output.show(f"Bits of keys / values / mean: {each}. Fitted on: {one['fits_on'] or 'nothing'}.")
         output.show(f"Kernels: {one['kernels']}.")
     rows = [(option, written(default), one["says"][option]) for option, default in one["options"].items()]
-    output.show(output.table(f"options of {one['name']}", ("option", "default", "what it does"), rows, left=3))
+    preset = name in PRESETS
+    title = f"options of {one['name']}" + f", as {name} sets them" * preset
+    output.show(output.table(title, ("option", "value" if preset else "default", "what it does"), rows, left=3))
     if one["example"]:
         output.show(f"Example: --recipe {one['example']}")
 
 
 def describe_one(name: str) -> dict[str, Any]:
-    """Return one method or token policy, with a sentence about each option.
+    """Return one method or token policy, with a sentence about each option. A preset gives its method with its options.
 
     Raises:
         UserError: it is unknown.
@@ -112,7 +114,7 @@ def describe_one(name: str) -> dict[str, Any]:
         }
         says = sentences(policy)
     else:
-        (one,) = describe([asked])
+        (one,) = describe([name])
         method = methods()[asked]
         says = EVERY_METHOD | sentences(type(method.build().keys)) | sentences(method.build)
         one["options"] |= {option: False for option in EVERY_METHOD if option not in one["options"]}
@@ -128,28 +130,30 @@ def _first(text: str) -> str:
 
 
 def _of(text: str, word: str) -> str:
-    found = re.search(rf"^{word} for: (.*)$", text, re.MULTILINE)
-    return found[1] if found else "unknown."
+    """Return the text after "Good for:" or "Bad for:", which ends at the next such line or at the paragraph's end."""
+    found = re.search(rf"^{word} for: (.*(?:\n(?!(?:Good|Bad) for: ).+)*)", text, re.MULTILINE)
+    return " ".join(found[1].split()) if found else "unknown."
 
 
 def describe(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """Return one row per method, with its default options. names: of all methods by default."""
+    """Return one row per method or preset, with its options. names: of all methods by default."""
     from tersekv.codecs import methods
+    from tersekv.recipe import Recipe
 
     rows = []
-    for name, method in methods().items():
-        if names is not None and name not in names:
-            continue
-        pair = method.build()
+    for name in methods() if names is None else names:
+        term = Recipe.parse(name).coder.keys
+        method, options = methods()[term.name], dict(term.options)
+        pair = method.build(**options)
         fits = sorted({str(codec.fits_on) for codec in (pair.keys, pair.values) if codec.fits_on})
         rows.append(
             {
-                "name": name,
+                "name": term.name,
                 "title": method.title,
                 "paper": method.paper,
                 "fits_on": ", ".join(fits) or None,
                 "kernels": kernels_of(pair),
-                "options": {option: parameter.default for option, parameter in method.parameters.items()},
+                "options": {option: parameter.default for option, parameter in method.parameters.items()} | options,
                 "bits": {str(d): _both_sides(name, layers, d) for d, layers in LAYERS.items()},
             }
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from pathlib import Path
 from typing import Annotated, Any
@@ -12,15 +11,11 @@ import typer
 from tersekv.cli import output, sizes
 from tersekv.cli.bare import size as sized
 from tersekv.cli.files import check_out
-from tersekv.cli.generate import load, read_text
+from tersekv.cli.generate import load, read_text, warn_of_loss
 from tersekv.versions import cache_argument
 
-log = logging.getLogger(__name__)
 COMPARED = 128
 """Tokens that are read after a storage file was written, to measure its divergence."""
-
-MOST_KL = 0.03
-"""Divergence in nats above which a storage file is warned of."""
 
 app = typer.Typer(help="Keep packed caches of prompts in files, to read each prompt only once.", no_args_is_help=True)
 File = Annotated[Path, typer.Argument(help="File from `tersekv prompt-cache build`.")]
@@ -31,10 +26,16 @@ STORAGE_HELP = (
 )
 BASES = {
     "calibration": "those of the model's calibration",
-    "prompt": "of this prompt, over several layers; `tersekv calibrate --storage` saves their bytes",
-    "layer": "of this prompt, layer by layer; `tersekv calibrate --storage` gives better ones",
+    "prompt": "of this prompt, over several layers",
+    "layer": "of this prompt, layer by layer",
 }
 """Bases of a storage file, in words."""
+
+ADVICE = {
+    "prompt": "`tersekv calibrate --storage` saves the bytes of these bases.",
+    "layer": "`tersekv calibrate --storage` gives better bases.",
+}
+"""Lines below the table of a storage file, by its bases."""
 
 
 @app.command()
@@ -69,7 +70,6 @@ def build(
         from tersekv.calibration.find import calibration_for
         from tersekv.calibration.text import common_ids
         from tersekv.cli import measure
-        from tersekv.lab.evals.tasks.divergence import in_words
         from tersekv.models.config import cache_shape
     network, tokenizer = load(model)
     with output.step("looking for the calibration"):
@@ -85,13 +85,11 @@ def build(
     more: dict[str, Any] = {"prefill_seconds": round(read, 4), "save_seconds": round(time.perf_counter() - start, 4)}
     if storage is not None:
         with output.step(f"comparing {out} with the prompt"):
-            more["kl"] = divergence(network, cache, out, ids)
+            kl = divergence(network, cache, out, ids)
+            if kl is not None:
+                add_divergence(out, kl)
         _say(out, as_json, more)
-        if more["kl"] is not None and more["kl"] > MOST_KL:
-            log.warning(
-                f"{out} loses much: KL divergence {more['kl']:.3f} nats ({in_words(more['kl'])}); "
-                "give more bits, or run `tersekv calibrate --storage` for this model first"
-            )
+        warn_of_loss(out, kl, "give more bits, or run `tersekv calibrate --storage` for this model first")
         return
     _say(out, as_json, more)
     gained = sizes.nothing_gained(cache.footprint(), cache_shape(network.config), str(cache.recipe))
@@ -122,6 +120,15 @@ def divergence(network: Any, cache: Any, path: Path, ids: Any) -> float | None:
     return round(float(compare(*logits)[0].mean()), 5)
 
 
+def add_divergence(path: Path, kl: float) -> None:
+    """Write the measured divergence in nats into the metadata of a storage file."""
+    from tersekv.cache import tensor_file
+
+    said, tensors, _ = tensor_file.read(path)
+    tensors = {name: tensor.clone() for name, tensor in tensors.items()}  # a mapped file may not be replaceable
+    tensor_file.write(path, tensors, {**said, "kl": kl})
+
+
 @app.command("load")
 def load_file(
     file: File,
@@ -145,6 +152,7 @@ def load_file(
     seconds = {"load_seconds": round(time.perf_counter() - start, 4)}
     cache.save(out, cache.token_ids.joined())
     _say(out, as_json, seconds)
+    warn_of_loss(file, cache.stored_kl, f"{out} loses no less; build the storage file again with more bits")
 
 
 @app.command()
@@ -178,6 +186,7 @@ def verify(
 
 def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
     from tersekv.cache.tensor_file import read_said
+    from tersekv.lab.evals.tasks.divergence import in_words
 
     said, size = read_said(file.expanduser())
     held = said["cache"]
@@ -186,6 +195,7 @@ def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
         "file_bytes": size,
         **{name: said[name] for name in ("recipe", "model_type", "model", "batch", "ids_sha256", "tersekv")},
         **({"storage": stored} if (stored := said.get("storage")) else {}),
+        **({} if (kl := said.get("kl")) is None else {"kl": kl, "words": in_words(kl)}),
         "cache": held,
         **more,
     }
@@ -203,8 +213,13 @@ def _say(file: Path, as_json: bool, more: dict[str, Any]) -> None:
         ("file", sized(size)),
         ("cache, all parts", sized(held["bytes"])),
         ("which is", sizes.against_bfloat16(held["bytes"], round(held["bytes"] * held["ratio_bf16"]))),
+        *(() if kl is None else (("divergence, nats", f"{kl:.4f}"), ("in words", in_words(kl)))),
         ("written by tersekv", said["tersekv"]),
         *((name.replace("_", " "), str(value)) for name, value in more.items()),
     ]
-    words = ("recipe", "bases", "model", "token ids", "which is", "written by tersekv")
-    output.show(output.table(str(file), ("", ""), rows, words=words, by_column="prompt cache"))
+    words = ("recipe", "bases", "model", "token ids", "which is", "in words", "written by tersekv")
+    notes = [ADVICE[stored["bases"]]] if stored and stored["bases"] in ADVICE else []
+    if kl is not None:
+        what = "this file" if stored else "the storage file that these tokens are from"
+        notes.append(f"The divergence is that of {what}, measured when it was built.")
+    output.show(output.table(str(file), ("", ""), rows, notes=notes, words=words, by_column="prompt cache"))

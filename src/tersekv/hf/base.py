@@ -38,6 +38,7 @@ class ModelCache(CheckedCache):
     warned_of_keys: True once a warning about an error of keys was given.
     reads_twice: True if a policy ranks tokens by a second reading of the prompt, and the model's RoPE
         does not depend on the length.
+    stored_kl: KL divergence in nats of the storage file that the tokens were loaded from, if it was measured.
     allotment: calls that wait until the rates of layers are chosen.
     read_again: tokens at the end of the current call that are a second reading (`hf/second_reading.py`).
     """
@@ -52,6 +53,7 @@ class ModelCache(CheckedCache):
     warned_of_keys: bool
     reads_twice: bool
     read_again: int
+    stored_kl: float | None = None
     allotment: Allotment
     _warned: bool
     _model: weakref.ref[PreTrainedModel] | None
@@ -90,6 +92,11 @@ class ModelCache(CheckedCache):
     @abstractmethod
     def footprint(self) -> Footprint:
         """Return the bytes by part."""
+
+    def reset(self) -> None:
+        """Empty the cache."""
+        super().reset()
+        self.stored_kl = None  # because further tokens are not from that file
 
     def heads(self, held: int) -> HeadShard | None:
         """Return the share of key-value heads in this process if it holds only `held` of them, else

@@ -55,7 +55,7 @@ def save(
     if storage is None:
         layers = [layer.live_state() for layer in _layers(cache)]
         tree, tensors = split({"layers": layers, "tables": _shared_tables(cache), "ids": ids})
-        said = {**about, "state": tree}
+        said = {**about, **({} if cache.stored_kl is None else {"kl": cache.stored_kl}), "state": tree}
     else:
         said, tensors = stored.save(cache, about, ids, storage)
     tensor_file.write(Path(path).expanduser(), tensors, said)
@@ -148,7 +148,8 @@ def load(
 
 
 def _noted(cache: C, said: dict[str, Any], ids: Tensor | None, path: Path, model: PreTrainedModel) -> C:
-    """Return the cache with the ids of its tokens, if they are known."""
+    """Return the cache with the ids of its tokens and the loss of their storage file, if they are known."""
+    cache.stored_kl = said.get("kl")
     if ids is not None and said["batch"] == 1:  # rows of a batch may begin with padding, which ids do not show
         cache.token_ids.note(0, ids.to(model.device))
     log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), cache.recipe, path)

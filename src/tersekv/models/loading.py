@@ -201,8 +201,11 @@ def resolve(name: str) -> str:
     path = expanded(name)
     if name.strip() and path.is_dir():
         if not (path / "config.json").is_file():
+            held = sorted(file.name for file in path.glob("*.gguf"))
+            files = f", or a GGUF file, of which it holds {', '.join(held[:5])}" if held else ""
             raise UserError(
                 f"{path} has no config.json, so it is not a model folder; give the folder that has it and the weights"
+                f"{files}"
             )
         return str(path)
     if not name.strip() or path.exists() or name.startswith((".", "~", "/")) or name.count("/") > 1 or "\\" in name:

@@ -42,6 +42,9 @@ WORDS = (
 """Divergences in nats below which these words hold. Above them the model is ruined. On three models, 96, 88 and 80 %
 of the next tokens are the same in these ranges (docs/measured/quality.md#what-a-divergence-means)."""
 
+LEAST_SAME = 0.96
+"""Share of equal next tokens from which on hardly a token changes."""
+
 
 @dataclass(frozen=True)
 class Divergence(WindowTask):
@@ -71,9 +74,16 @@ class Divergence(WindowTask):
         return found | Perplexity().summarise(metrics, full) if scored else found
 
 
-def in_words(kl: float) -> str:
-    """Describe a mean divergence in nats."""
-    return next((words for limit, words in WORDS if kl < limit), "RUINED: choose another recipe")
+def in_words(kl: float, agreement: float | None = None) -> str:
+    """Describe a mean divergence in nats.
+
+    agreement: share of positions with the same most likely token, if it was measured. It takes the place of
+    the usual share in the words.
+    """
+    words = next((words for limit, words in WORDS if kl < limit), "RUINED: choose another recipe")
+    if agreement is None or not kl < WORDS[-1][0] or (words == WORDS[0][1] and agreement >= LEAST_SAME):
+        return words
+    return f"{1 - agreement:.0%} of the tokens change"
 
 
 class AnswerDivergence:
