@@ -102,7 +102,7 @@ def test_the_command_tries_recipes(tiny: str, tmp_path: Path, capfd: pytest.Capt
     made = run_json(capfd, "choose", "--model", tiny, "--try", str(text), "--context", "2k")
     assert made["recipe"] == "default"
     assert [one["recipe"] for one in made["tried"]] == [str(tersekv.Recipe.parse(r)) for r in ("default", "safe")]
-    assert all(0 <= one["kl"] < 1 and one["words"] == in_words(one["kl"]) for one in made["tried"])
+    assert all(0 <= one["kl"] < 1 and one["words"] == in_words(one["kl"], one["same"]) for one in made["tried"])
     said = run_text(capfd, "choose", "--model", tiny)
     labels = ["recipe", "why", "cache", "peak", "others"]
     assert [line.split()[0] for line in said.splitlines() if line.split()[0] in labels] == labels

@@ -103,7 +103,7 @@ def try_on(model: str, text: Path, recipes: list[str]) -> list[dict[str, Any]]:
             "bits": one.bits_per_element,
             "kl": one.metrics["kl"].mean,
             "same": one.metrics["top1_agreement"].mean,
-            "words": in_words(one.metrics["kl"].mean),
+            "words": in_words(one.metrics["kl"].mean, one.metrics["top1_agreement"].mean),
         }
         for one in summaries[1:]
     ]
