@@ -57,7 +57,7 @@ def page() -> Page:
         "The first run of Triton's kernels on a GPU, an H100, beside torch's flash attention, and whole steps.",
         f"{device}, random data and weights. **These times are of kernels that were changed because of them.** Grids "
         "now go to the tensor cores without passing through shared memory, a rotated mean is rotated once per tile, "
-        "packing a block of trellis codes takes 52 launches in place of 544, and prompts are packed in larger parts. "
+        "packing a block of trellis codes takes a tenth of the launches, and prompts are packed in larger parts. "
         "The new kernels agree with torch on the same GPU, as far as its time went, and were not timed. `tersekv bench "
         "attend --device cuda --formats all` measures yours in minutes, and `python benchmarks/launch_sizes.py` finds "
         "its launch sizes: please send the records.",
@@ -74,8 +74,8 @@ def page() -> Page:
             Section(
                 "Whole steps and prompts",
                 "Random weights of Llama-3.1-8B's config in bfloat16 through transformers, without `torch.compile`, "
-                "one round. Steps are bound by the host, which launches some 50 kernels per layer, and the first cache "
-                "also warms up. So its steps cannot be compared, but the prompts can: packing took the difference.",
+                "one round. The host limits the steps, because it launches dozens of kernels per layer, and the first "
+                "cache also warms up. So steps cannot be compared, but prompts can: packing took the difference.",
                 decoding(), ["generate_gpu.jsonl"],
                 "tersekv bench generate --model config.json --device cuda --dtype bfloat16 --context 8k -r kivi:bits=4 "
                 "-r default --prefill-chunk whole --rounds 1 --new-tokens 16 --out FILE",

@@ -135,7 +135,7 @@ def test_units_are_the_references(device, D):  # noqa: F811
     weight, bits, codebooks = on(device, weight, bits, tables())
     made = [codebooks.new_empty(x.shape, dtype=x.dtype) for x in expected]
     reach, (warm_up, stop) = made[2].clone(), weight.new_empty((2, 5), dtype=torch.int32)
-    options = {"CHANNELS": pack._power(D), "num_warps": 4, "enable_fp_fusion": False}
+    options = {"CHANNELS": encode.power(D), "num_warps": 4, "enable_fp_fusion": False}
     pack._kernels().units[(5,)](*made, reach, warm_up, stop, weight, bits, codebooks, D, **options)
     for ours, theirs, name in zip(made, expected, expected._fields, strict=True):
         coded = (bits > 0).cpu() if ours.shape == bits.shape else slice(None)

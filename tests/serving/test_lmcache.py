@@ -192,8 +192,8 @@ def store(folder: str, serde: dict) -> None:
         finished(adapter.pop_completed_store_tasks)
 
 
-def test_another_process_reads_what_one_has_written(calibrated, tmp_path):
-    folder, serde = tmp_path / "shared", calibrated()
+def stored_elsewhere(folder, serde):
+    """Store a chunk in another process. Return its file, the chunk, and memory of the same form."""
     folder.mkdir()
     process = multiprocessing.get_context("spawn").Process(target=store, args=(str(folder), serde))
     process.start()
@@ -201,6 +201,12 @@ def test_another_process_reads_what_one_has_written(calibrated, tmp_path):
     assert process.exitcode == 0
     (file,) = folder.rglob("*.data")
     source, target = written(), memory(MemoryLayoutDesc([torch.Size([2, 3, 256, 128])], [torch.bfloat16]))
+    return file, source, target
+
+
+def test_another_process_reads_what_one_has_written(calibrated, tmp_path):
+    folder, serde = tmp_path / "shared", calibrated()
+    file, source, target = stored_elsewhere(folder, serde)
     with adapter_on(folder, **serde) as adapter:
         assert finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)
         want = torch.empty_like(source.tensor)
@@ -224,13 +230,7 @@ def test_storage_chunks_are_read_by_another_process(tmp_path):
     pytest.importorskip("pcodec")
     options, _ = stored_model(tmp_path)
     folder, serde = tmp_path / "shared", {"storage": 4, **options}
-    folder.mkdir()
-    process = multiprocessing.get_context("spawn").Process(target=store, args=(str(folder), serde))
-    process.start()
-    process.join(120)
-    assert process.exitcode == 0
-    (file,) = folder.rglob("*.data")
-    source, target = written(), memory(MemoryLayoutDesc([torch.Size([2, 3, 256, 128])], [torch.bfloat16]))
+    file, source, target = stored_elsewhere(folder, serde)
     assert 3.9 < source.tensor.nbytes / file.stat().st_size < 4
     with adapter_on(folder, **serde) as adapter:
         assert finished(adapter.query_load_result, adapter.submit_load_task([KEY], [target])).test(0)

@@ -83,28 +83,27 @@ def choose(
     if memory is not None and not isinstance(memory, str):
         raise UserError(f"memory={memory!r} is not a text; write for example 24GB")
     candidates = _candidates(known)
-    wide = known.shape.key_dim >= WIDE and "default" in candidates
     sizes = {name: predict(known.shape, recipe, tokens).total_bytes for name, recipe in candidates.items()}
+    peaks = {name: known.peak(candidates[name], size, tokens, chunk=CHUNK) for name, size in sizes.items()}
     full = 2 * known.shape.elements(tokens)
 
     def made(name: str, why: str) -> Choice:
         others = tuple(other for other in candidates if other != name)
-        if name == "default" and wide:
+        if name == "default" and known.shape.key_dim >= WIDE:
             why += f"; heads of {known.shape.key_dim} channels are coded as with kivi:bits=4"
         elif name == LEAST.format(f"{RATE:g}"):
             why += MISSES
         if known.longest and tokens > known.longest:
             why += f"; the model itself reads at most {known.longest:,} tokens"
-        whole, chunks = (known.peak(candidates[name], sizes[name], tokens, chunk=chunk) for chunk in (0, CHUNK))
-        return Choice(name, why, tokens, sizes[name], full, (whole, chunks), others)
+        whole = known.peak(candidates[name], sizes[name], tokens, chunk=0)
+        return Choice(name, why, tokens, sizes[name], full, (whole, peaks[name]), others)
 
     name = "default" if "default" in candidates else next(iter(candidates))
     little = tokens < FEW_TOKENS or sizes[name] >= full
     if memory is None:
-        why = CLOSE
-        return made(name, f"little is gained at {tokens:,} tokens: the full cache is as good" if little else why)
-    weights = known.weights()
-    room = parse_bytes(memory, "memory") - weights
+        return made(name, f"little is gained at {tokens:,} tokens: the full cache is as good" if little else CLOSE)
+    weights, limit = known.weights(), parse_bytes(memory, "memory")
+    room = limit - weights
     if room <= 0:
         raise UserError(
             f"the weights take {human_bytes(weights)} in bfloat16, more than memory={memory}: give more, or a smaller "
@@ -112,8 +111,7 @@ def choose(
         )
     if little and full <= room:
         return made(name, f"little is gained at {tokens:,} tokens: the full cache fits, too")
-    before, limit = None, parse_bytes(memory, "memory")
-    peaks = {name: known.peak(candidates[name], sizes[name], tokens, chunk=CHUNK) for name in candidates}
+    before = None
     for name, size in sizes.items():
         if size <= room and (peaks[name] or 0) <= limit:
             left = f"{human_bytes(room - size)} of {human_bytes(room)} beside the weights in bfloat16 are left"
@@ -145,10 +143,10 @@ def _candidates(known: Known) -> dict[str, Any]:
     """Return the recipes that the model supports and whose keys it does not ruin, by name, the closest first."""
     from tersekv.recipe import Recipe
 
-    rate = WIDE_RATE if known.shape.key_dim >= WIDE else RATE
+    wide = known.shape.key_dim >= WIDE  # both presets code such heads alike
+    names = ("default", LEAST.format(f"{WIDE_RATE:g}")) if wide else ("safe", "default", LEAST.format(f"{RATE:g}"))
     found, biases = {}, bool(known.key_bias())
-    wide = known.shape.key_dim >= WIDE  # such heads are coded alike by both presets
-    for name in (*(() if wide else ("safe",)), "default", LEAST.format(f"{rate:g}")):
+    for name in names:
         recipe = Recipe.parse(name)
         if not refusals(recipe, known.config) and not (biases and bias_fault(recipe, known.shape)):
             found[name] = recipe

@@ -181,9 +181,9 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
     codes = x.new_empty((*lead, entries, t), dtype=torch.uint8)
     radii = x.new_empty((*lead, D >> L, t))
     if blocks * t:
-        kernels, options = _kernels(), {"LEVEL_BITS": tuple(level_bits), "TOKENS": _power(t), "num_warps": 4}
+        kernels, options = _kernels(), {"LEVEL_BITS": tuple(level_bits), "TOKENS": power(t), "num_warps": 4}
         by_row = tuple((table, table.stride(0) if len(table.shape) == 2 and len(table) > 1 else 0) for table in tables)
-        chunks = _power(min(D >> L, max(1, TILE >> L)))
+        chunks = power(min(D >> L, max(1, TILE >> L)))
         kernels.polar_codes[(blocks, -(-(D >> L) // chunks))](
             codes, radii, x, by_row, blocks // lead[0], t, D, entries, CHUNKS=chunks, **options
         )
@@ -221,8 +221,8 @@ def _pack(
     _, H, N = blocks
     out = x.new_empty((math.prod(blocks), groups, W, LANES), dtype=torch.int32)
     if out.numel():
-        units = _power(-(-P // 32))
-        lanes = max(LANES, min(_power(L), TILE // units))
+        units = power(-(-P // 32))
+        lanes = max(LANES, min(power(L), TILE // units))
         _kernels().pack[(len(out), -(-groups * LANES // lanes))](
             out, x, *x.stride(), *planes, table, H, N, t, P, L, groups * LANES, W, BITS=place.bits, OF_KEYS=keys,
             GROUP=place.group, PER_TOKEN=place.axis == "token", LANES=lanes, UNITS=units, num_warps=4, **options,
@@ -230,7 +230,7 @@ def _pack(
     return out
 
 
-def _power(n: int) -> int:
+def power(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 
@@ -279,7 +279,7 @@ def quantiles(vectors: Tensor, share: float) -> tuple[Tensor, Tensor]:
     if low.numel():
         # No fused multiply-add, because the reference rounds in between.
         _kernels().quantiles[(low.numel(),)](
-            low, high, vectors.contiguous(), n, first, second, 1.0 - part, part, ENTRIES=_power(n), num_warps=4,
+            low, high, vectors.contiguous(), n, first, second, 1.0 - part, part, ENTRIES=power(n), num_warps=4,
             enable_fp_fusion=False,
         )  # fmt: skip
     return low, high
@@ -293,7 +293,7 @@ def pack_outliers(residual: Tensor, chosen: Tensor) -> Entries:
     B, H, T, D = residual.shape
     N, marks = T // BLOCK_TOKENS, chosen.view(torch.uint8)
     counts = residual.new_empty(N * B * H, dtype=torch.int32)
-    options = {"TOKENS": min(BLOCK_TOKENS, OUTLIER_TILE // _power(D)), "CHANNELS": _power(D), "num_warps": 4}
+    options = {"TOKENS": min(BLOCK_TOKENS, OUTLIER_TILE // power(D)), "CHANNELS": power(D), "num_warps": 4}
     if len(counts):
         _kernels().count_outliers[(len(counts),)](counts, marks, *marks.stride(), B, H, D, **options)
     ends = counts.cumsum(0, dtype=torch.int32)

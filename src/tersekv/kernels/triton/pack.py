@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import importlib
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +38,6 @@ def _kernels() -> ModuleType:
     return importlib.import_module("tersekv.kernels.triton.pack_kernels")
 
 
-def _power(n: int) -> int:
-    """Return the smallest power of two that is at least n."""
-    return 1 << (n - 1).bit_length()
-
-
 def why_not_pack_trellis(
     y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor, words: int, steps: list[int], enough: Tensor
 ) -> str | None:
@@ -51,24 +47,14 @@ def why_not_pack_trellis(
     return None if enough.device == y.device else f"y is on {y.device}, enough on {enough.device}"
 
 
-def why_not_pack_vectors(
-    x: Tensor,
-    shift: Tensor,
-    inverse: Tensor,
-    weight: Tensor,
-    bits: Tensor,
-    tables: Tensor,
-    words: int,
-    steps: list[int],
-    enough: Tensor,
-) -> str | None:
+def why_not_pack_vectors(x: Tensor, shift: Tensor, inverse: Tensor, *rest: Any) -> str | None:
     """Return the reason why `pack_vectors` does not support this call, or None."""
     for name, other in (("shift", shift), ("inverse", inverse)):
         if other.device != x.device:
             return f"x is on {x.device}, {name} on {other.device}"
         if other.requires_grad and torch.is_grad_enabled():
             return f"{name} needs a gradient"
-    return why_not_pack_trellis(x, weight, bits, tables, words, steps, enough)
+    return why_not_pack_trellis(x, *rest)
 
 
 @joins(trellis_operators.pack_trellis, unless=why_not_pack_trellis)
@@ -82,21 +68,10 @@ def pack_trellis(
 
 @joins(trellis_operators.pack_vectors, unless=why_not_pack_vectors)
 @on_own_device
-def pack_vectors(
-    x: Tensor,
-    shift: Tensor,
-    inverse: Tensor,
-    weight: Tensor,
-    bits: Tensor,
-    tables: Tensor,
-    words: int,
-    steps: list[int],
-    enough: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def pack_vectors(x: Tensor, shift: Tensor, inverse: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Pack vectors by their components, see `kernels/trellis.py`: stream int16 [R, n, words], gain
     codes uint8 and root mean squares float32 [R, n]."""
-    y = (x - shift.unsqueeze(1)).double() @ inverse.double()
-    return _packed(y, weight, bits, tables, words, steps, enough)
+    return _packed((x - shift.unsqueeze(1)).double() @ inverse.double(), *rest)
 
 
 def _packed(
@@ -114,7 +89,7 @@ def _packed(
     unit, limit, reach = (y.new_empty((R, D), dtype=torch.float32) for _ in range(3))
     warm_up, stop = (y.new_empty(R, dtype=torch.int32) for _ in range(2))
     # No fused multiply-add, because the reference rounds in between.
-    options = {"CHANNELS": _power(D), "num_warps": 4, "enable_fp_fusion": False}
+    options = {"CHANNELS": encode.power(D), "num_warps": 4, "enable_fp_fusion": False}
     _kernels().units[(R,)](
         entries, factor, unit, limit, reach, warm_up, stop, weight, bits, tables, D, **options
     )  # fmt: skip
@@ -148,7 +123,7 @@ def _packed_part(
     tried, middle, kept = (y.new_empty((R, n), dtype=torch.uint8) for _ in range(3))
     length, least, last = (y.new_empty((R, n)) for _ in range(3))
     grid, own = (-(-n // VECTORS), R), (units.unit, units.limit)
-    options = {"CHANNELS": _power(D), "num_warps": 4, "enable_fp_fusion": False}
+    options = {"CHANNELS": encode.power(D), "num_warps": 4, "enable_fp_fusion": False}
     kernels.first_gain[grid](
         scaled, length, tried, kept, least, last, y, bits, *own, reach, enough, n, D, VECTORS=VECTORS, **options
     )  # fmt: skip
@@ -162,7 +137,7 @@ def _packed_part(
     stream = y.new_empty((R, n, words), dtype=torch.int16)
     if words:
         kernels.write_stream[(n, R, -(-words // WORDS))](
-            stream, windows, bits, n, D, words, WORDS=WORDS, CHANNELS=_power(D), num_warps=1
+            stream, windows, bits, n, D, words, WORDS=WORDS, CHANNELS=encode.power(D), num_warps=1
         )  # fmt: skip
     return stream, kept, length
 
@@ -203,7 +178,7 @@ def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> 
     if out.numel():
         _kernels().basis_product[(B * H, -(-D // OUTPUTS), -(-R // ROWS))](
             out, x, *x.stride(), *_by_head(basis), *_by_head(channels), H, R, D, COMBINE=combine, ROWS=ROWS,
-            OUTPUTS=OUTPUTS, CHANNELS=_power(D), num_warps=4,
+            OUTPUTS=OUTPUTS, CHANNELS=encode.power(D), num_warps=4,
         )  # fmt: skip
     return out
 
@@ -220,7 +195,7 @@ def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
     inverse = x.new_empty((rows, H, D, D), dtype=torch.float64)
     # 128 channels are 128 KiB, half of the registers of 16 warps.
     _kernels().basis_inverse[(rows * H,)](
-        inverse, *_by_head(basis), *_by_head(channels), H, D, CHANNELS=_power(D), num_warps=16
+        inverse, *_by_head(basis), *_by_head(channels), H, D, CHANNELS=encode.power(D), num_warps=16
     )
     return (x.double() @ inverse).float()
 

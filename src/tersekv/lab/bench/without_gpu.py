@@ -33,7 +33,6 @@ REGISTERS, WARPS = 1 << 16, {"sm_80": 64, "sm_86": 48, "sm_90": 64, "sm_120": 48
 """Registers of a multiprocessor, and most warps on it."""
 
 launch = JITFunction.run
-Compile = Callable[..., Any]
 
 
 class NoDevice:
