@@ -215,6 +215,7 @@ struct Scores {
   float scaling = 1.0f, softcap = 0.0f;  // softcap 0: none
   const uint8_t* mask = nullptr;         // [B, 1 or H, q, T], last axis contiguous; null: every token is visible
   int64_t stride_b = 0, stride_h = 0, stride_q = 0, q = 1;
+  bool causal = false;          // without a mask, query i of q sees the tokens up to T - q + i
   const float* bias = nullptr;  // [B, H, R], added to all scores of a row; null: none
 };
 
@@ -236,6 +237,7 @@ struct Call {
   Pages pages;
   const View *keys = nullptr, *values = nullptr;
   bool shared = false;  // values are the first Dv channels of the keys
+  bool tiles = false;   // a tile of tokens at a time is decoded for all rows of a task
   // [B, H, R, start_stride], scores that are added to those of the keys; null: none
   const float* start = nullptr;
   int64_t start_stride = 0;

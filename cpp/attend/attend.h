@@ -10,14 +10,33 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kSharedTokens = 64;  // whose decoded rows and panels fit the L2 cache
-constexpr int64_t kSharedFloatRows = 32;
+constexpr int64_t kTileElements = 1 << 15;  // of the keys and values that are decoded at a time
+constexpr int64_t kTileTokens = 256, kLeastTileTokens = 64;
+constexpr int64_t kTileRows = 32;  // query rows whose scores of a tile fit the L1 cache
 
 // Call body(row, rows) for tiles of at most four rows; tiles are as equal in size as possible.
 template <class Body>
 void row_tiles(int64_t rows, Body&& body) {
   const int64_t size = ceil_div(rows, ceil_div(rows, kRowTile));
   for (int64_t row = 0; row < rows; row += size) body(row, rows - row < size ? rows - row : size);
+}
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+
+// Return the largest power of two that is not above a positive x, or 1 for 0.
+inline float power_of_two(float x) {
+  const auto exponent = __builtin_bit_cast(uint32_t, x) & 0x7f800000u;
+  return exponent ? __builtin_bit_cast(float, exponent) : 1.0f;
+}
+
+// Number of tokens that a row of a causal call sees.
+inline int64_t seen_tokens(const Call& call, int64_t row) { return call.T - call.scores.q + row % call.scores.q + 1; }
+
+// Mask of a row of a task, or null.
+inline const uint8_t* mask_row(const Call& call, const Task& task, int64_t r) {
+  const Scores& how = call.scores;
+  if (!how.mask) return nullptr;
+  return how.mask + task.b * how.stride_b + task.h * how.stride_h + (task.row + r) % how.q * how.stride_q;
 }
 
 // Working memory of a task: scaled queries, scores of a chunk, value sums, one softmax state per
@@ -27,37 +46,41 @@ struct Workspace {
   float *query, *score, *sum;
   RowState* state;
 
-  Workspace(const Call& call, const Task& task, int64_t chunk) {
+  // scored: rows whose scores are there at a time. scaling: of the queries.
+  Workspace(const Call& call, const Task& task, int64_t chunk, int64_t scored, float scaling) {
     query_stride = round_up(call.D, kLanes);
     // One vector more: rows would share cache sets if their stride were a multiple of the page size.
     score_stride = round_up(chunk, kLanes) + kLanes;
     sum_stride = round_up(call.Dv, kLanes);
     const int64_t rows = task.rows;
     query = scratch(rows * query_stride);
-    score = scratch(rows * score_stride);
+    score = scratch(scored * score_stride);
     sum = scratch(rows * sum_stride);
     state = scratch_of<RowState>(rows);
     const float* in = call.query + ((task.b * call.H + task.h) * call.R + task.row) * call.D;
     for (int64_t r = 0; r < rows; r++) {
       state[r] = RowState{};
       for (int64_t d = 0; d < query_stride; d++)
-        query[r * query_stride + d] = d < call.D ? in[r * call.D + d] * call.scores.scaling : 0.0f;
+        query[r * query_stride + d] = d < call.D ? in[r * call.D + d] * scaling : 0.0f;
       for (int64_t d = 0; d < sum_stride; d++) sum[r * sum_stride + d] = 0.0f;
     }
   }
 
-  // Apply softmax to a chunk. Return false if no row sees any of its tokens, so that the values
-  // need not be read.
+  // Apply softmax to the scores of `count` tokens from `token` on, of some rows of the task. factor: of the
+  // scores. Return false if no row sees any of the tokens, so that the values need not be read.
   template <class S>
-  bool weigh_chunk(const Call& call, const Task& task, int64_t token, int64_t count) {
+  bool weigh_chunk(const Call& call, const Task& task, int64_t row, int64_t rows, int64_t token, int64_t count,
+                   float factor) {
     const Scores& how = call.scores;
     bool any = false;
-    for (int64_t r = 0; r < task.rows; r++) {
-      const uint8_t* mask = nullptr;
-      if (how.mask)
-        mask = how.mask + task.b * how.stride_b + task.h * how.stride_h + (task.row + r) % how.q * how.stride_q + token;
-      const float factor = weigh<S>(how, mask, score + r * score_stride, count, state[r], any);
-      rescale<S>(sum + r * sum_stride, sum_stride, factor);
+    for (int64_t r = row; r < row + rows; r++) {
+      float* own = score + (r - row) * score_stride;
+      const int64_t seen = how.causal ? least(seen_tokens(call, task.row + r) - token, count) : count;
+      for (int64_t i = seen < 0 ? 0 : round_up(seen, kLanes); i < count; i++) own[i] = 0.0f;
+      if (seen <= 0) continue;
+      const uint8_t* mask = mask_row(call, task, r);
+      const float share = weigh<S>(how, mask ? mask + token : nullptr, own, seen, factor, state[r], any);
+      rescale<S>(sum + r * sum_stride, sum_stride, share);
     }
     return any;
   }
@@ -89,30 +112,42 @@ struct Chunk {
   }
 };
 
-// The tokens of a chunk, without those at its ends that no row of the task sees. The first one is a
-// whole number of vectors further on, so that sums have the order that they have with all tokens.
+// The tokens of a chunk, without those at its ends that no row from `row` to `row + rows` of the task sees. The first
+// one is a whole number of vectors further on, so that sums have the order that they have with all tokens.
 struct Visible {
   int64_t first, last;
 
-  Visible(const Call& call, const Task& task, int64_t t0, int64_t t1) : first(t0), last(t1) {
+  Visible(const Call& call, const Task& task, int64_t row, int64_t rows, int64_t t0, int64_t t1) : first(t0), last(t1) {
     const Scores& how = call.scores;
-    if (!how.mask) return;
+    if (!how.mask && !how.causal) return;
     first = t1;
     last = t0;
-    const int64_t rows = how.q < task.rows ? how.q : task.rows;
-    for (int64_t r = 0; r < rows; r++) {
-      const uint8_t* mask =
-          how.mask + task.b * how.stride_b + task.h * how.stride_h + (task.row + r) % how.q * how.stride_q;
+    rows = least(how.q, rows);
+    for (int64_t r = row; r < row + rows; r++) {
       int64_t from = t0, to = t1;
-      while (from < first && !mask[from]) from++;
-      while (to > last && !mask[to - 1]) to--;
-      if (from < first) first = from;
+      if (how.causal) {
+        to = least(to, seen_tokens(call, task.row + r));
+      } else {
+        const uint8_t* mask = mask_row(call, task, r);
+        while (from + 8 <= first && !eight(mask + from)) from += 8;
+        while (from < first && !mask[from]) from++;
+        while (to - 8 >= last && !eight(mask + to - 8)) to -= 8;
+        while (to > last && !mask[to - 1]) to--;
+      }
+      first = least(first, from);
       if (to > last) last = to;
     }
     if (first >= last) first = last = t0;
     first -= (first - t0) % kLanes;
   }
   bool any() const { return first < last; }
+
+ private:
+  static uint64_t eight(const uint8_t* mask) {
+    uint64_t out;
+    __builtin_memcpy(&out, mask, sizeof(out));
+    return out;
+  }
 };
 
 // Set the first scores of tokens [t0, t1) of a row. Reads and writes whole vectors.
@@ -129,48 +164,67 @@ inline const DenseView* floats_of(const View& view) {
   return first.kind == Kind::exact ? &first.dense : nullptr;
 }
 
-// True if the values are the first channels of the keys. Floats need enough rows that packing a tile for them pays.
-inline bool are_shared(const Call& call, const Task& task) {
-  if (call.shared || task.rows < kSharedFloatRows || call.start || call.values->kind != Kind::exact) return call.shared;
+// True if the values are the first channels of the keys.
+inline bool are_shared(const Call& call) {
   const DenseView *keys = floats_of(*call.keys), &values = call.values->dense;
-  return keys && keys->data == values.data && keys->type == values.type && keys->stride_b == values.stride_b &&
+  if (call.shared || !keys || call.values->kind != Kind::exact) return call.shared;
+  return keys->data == values.data && keys->type == values.type && keys->stride_b == values.stride_b &&
          keys->stride_h == values.stride_h && keys->stride_t == values.stride_t;
 }
 
-// Attend to tokens whose values are the first channels of their keys. Each token is decoded once, to a row
-// that serves as both, whatever its layout is. Products are of bfloat16 where the model's are, and where tokens
-// are packed, because a code of up to 8 bits is further from its number than bfloat16 is.
+// Attend to tokens of which a tile at a time is decoded, whatever their layout is, and multiplied with all query
+// rows of the task. Values that are the first channels of their keys are decoded once. Products are of bfloat16 where
+// the model's are, and where tokens are packed, because a code of up to 8 bits is further from its number than
+// bfloat16 is.
 template <class S>
-void attend_shared(const Call& call, const Task& task) {
-  const int64_t unit = call.tokens_per_unit, chunk = unit >= kSharedTokens ? unit : kSharedTokens / unit * unit;
-  const int64_t D = call.D, width = round_up(D, kLanes), most = round_up(chunk, kLanes);
-  Workspace w(call, task, chunk);
-  if (task.first == task.last) return w.finish(call, task);
+void attend_tiles(const Call& call, const Task& task) {
+  const bool shared = are_shared(call);
+  const int64_t unit = call.tokens_per_unit, D = call.D, Dv = call.Dv;
+  const int64_t width = round_up(D, kLanes), out_width = round_up(Dv, kLanes);
+  int64_t wanted = least(kTileTokens, kTileElements / (width + out_width) / kLanes * kLanes);
+  if (wanted < kLeastTileTokens) wanted = kLeastTileTokens;
+  const int64_t chunk = unit >= wanted ? unit : wanted / unit * unit, most = round_up(chunk, kLanes);
   const DenseView* floats = floats_of(*call.keys);
   const bool rounds = call.rounded_rows && (!floats || call.rounded_query);
+  // Queries that are rounded later are scaled by a power of two, so that they are rounded once.
+  const float scaling = rounds ? power_of_two(call.scores.scaling) : call.scores.scaling;
+  Workspace w(call, task, chunk, least(kTileRows, task.rows), scaling);
+  if (task.first == task.last) return w.finish(call, task);
   const RowProduct& product = rounds ? *call.rounded_rows : TERSEKV_BUILD(row_product)();
   const Span later{};
   int64_t shift = 0;
-  Node node = node_of(call.keys, call, task, shift, later);
-  layout_of<S>(node).prepare(node);
-  float *tile = scratch(((D > unit ? D : unit) + kTileSlack) * kLanes), *rows = scratch(most * width);
-  float *panels = scratch(most * width), *words = scratch(task.rows * (width > most ? width : most));
-  clear(rows, most * width);
+  Node keys = node_of(call.keys, call, task, shift, later), values = node_of(call.values, call, task, shift, later);
+  layout_of<S>(keys).prepare(keys);
+  if (!shared) layout_of<S>(values).prepare(values);
+  const int64_t widest = width > out_width ? width : out_width;
+  float *tile = scratch(((widest > unit ? widest : unit) + kTileSlack) * kLanes), *rows = scratch(most * widest);
+  float *key_panels = scratch(most * width), *value_panels = scratch(most * out_width);
+  float* words = scratch(kTileRows * (width > most ? width : most));
   const int64_t end = task.last * unit;
+  const auto decode = [&](const Node& node, bool of_keys, int64_t t0, int64_t t1, int64_t D, int64_t stride) {
+    if (D < stride) clear(rows, (t1 - t0) * stride);
+    decode_rows<S>(node, of_keys, t0 + shift, t1 + shift, false, tile, rows, stride);
+    clear(rows + (t1 - t0) * stride, (round_up(t1 - t0, kLanes) - (t1 - t0)) * stride);
+  };
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
     const Chunk now(call, task, t0, end, chunk);
     t1 = now.t1;
-    if (!now.there || !Visible(call, task, t0, t1).any()) continue;
+    if (!now.there || !Visible(call, task, 0, task.rows, t0, t1).any()) continue;
     shift = now.shift;
     const int64_t count = t1 - t0, tokens = round_up(count, kLanes);
-    decode_rows<S>(node, false, t0 + shift, t1 + shift, false, tile, rows, width);
-    clear(rows + count * width, (tokens - count) * width);
-    product.pack_keys(rows, width, tokens, width, panels);
-    product.multiply(w.query, w.query_stride, task.rows, width, panels, tokens, false, words, w.score, w.score_stride);
-    if (!w.weigh_chunk<S>(call, task, t0, count)) continue;
-    product.pack_values(rows, width, w.sum_stride, tokens, panels);
-    product.multiply(w.score, w.score_stride, task.rows, tokens, panels, w.sum_stride, true, words, w.sum,
-                     w.sum_stride);
+    decode(keys, !shared, t0, t1, D, width);
+    product.pack_keys(rows, width, tokens, width, key_panels);
+    if (!shared) decode(values, false, t0, t1, Dv, out_width);
+    product.pack_values(rows, shared ? width : out_width, out_width, tokens, value_panels);
+    for (int64_t row = 0; row < task.rows; row += kTileRows) {
+      const int64_t some = least(kTileRows, task.rows - row);
+      if (!Visible(call, task, row, some, t0, t1).any()) continue;
+      product.multiply(w.query + row * w.query_stride, w.query_stride, some, width, key_panels, tokens, false, words,
+                       w.score, w.score_stride);
+      if (!w.weigh_chunk<S>(call, task, row, some, t0, count, call.scores.scaling / scaling)) continue;
+      product.multiply(w.score, w.score_stride, some, tokens, value_panels, out_width, true, words,
+                       w.sum + row * w.sum_stride, w.sum_stride);
+    }
   }
   w.finish(call, task);
 }
@@ -178,9 +232,9 @@ void attend_shared(const Call& call, const Task& task) {
 template <class S>
 void attend_task(const Call& call, const Task& task) {
   reset_scratch();
-  if (are_shared(call, task)) return attend_shared<S>(call, task);
+  if (call.tiles) return attend_tiles<S>(call, task);
   const int64_t unit = call.tokens_per_unit, chunk = unit >= kChunkTokens ? unit : kChunkTokens / unit * unit;
-  Workspace w(call, task, chunk);
+  Workspace w(call, task, chunk, task.rows, call.scores.scaling);
   if (task.first == task.last) return w.finish(call, task);  // views without tokens may have no memory at all
   Span later{};
   int64_t shift = 0;
@@ -199,7 +253,7 @@ void attend_task(const Call& call, const Task& task) {
     const Chunk now(call, task, t0, end, chunk);
     t1 = now.t1;
     if (!now.there) continue;
-    const Visible seen(call, task, t0, t1);
+    const Visible seen(call, task, 0, task.rows, t0, t1);
     if (!seen.any()) continue;
     const int64_t from = dense ? seen.first : t0, to = dense ? seen.last : t1;
     shift = now.shift;
@@ -214,7 +268,7 @@ void attend_task(const Call& call, const Task& task) {
       for (int64_t r = 0; r < rows; r++) start_scores(call, task, row + r, from, to, score + r * w.score_stride);
       key_layout.add_scores(keys, {row, rows, first, last}, score, w.score_stride);
     });
-    if (!w.weigh_chunk<S>(call, task, from, to - from)) continue;
+    if (!w.weigh_chunk<S>(call, task, 0, task.rows, from, to - from, 1.0f)) continue;
     row_tiles(task.rows, [&](int64_t row, int64_t rows) {
       value_layout.add_sums(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
     });

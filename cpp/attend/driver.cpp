@@ -15,6 +15,8 @@ namespace tersekv {
 namespace {
 
 constexpr int64_t kRowBlock = 32;    // rows whose scores fit the L2 cache
+constexpr int64_t kTilesRowBlock = 512;  // rows for which a tile of tokens is decoded once
+constexpr int64_t kTilesLeastRows = 32;  // rows for which it pays to rearrange floats
 constexpr double kTaskNs = 15000.0;  // minimum duration of a task
 
 constexpr int64_t kMeanPositions = 1024;  // fewest positions of a task that computes scores of a mean
@@ -32,9 +34,10 @@ bool reads_all_angles(const Call& call, const View& view) {
 // Tasks over the heads, blocks of rows and splits of tokens of a call. `first`: number of the first.
 struct HeadTasks {
   const Call* call;
-  int64_t first = 0, row_blocks, splits = 1;
+  int64_t first = 0, block, row_blocks, splits = 1;
 
-  explicit HeadTasks(const Call& of) : call(&of), row_blocks(ceil_div(of.R, kRowBlock)) {}
+  explicit HeadTasks(const Call& of)
+      : call(&of), block(of.tiles ? kTilesRowBlock : kRowBlock), row_blocks(ceil_div(of.R, block)) {}
   int64_t heads() const { return call->B * call->H; }
   int64_t tasks() const { return heads() * row_blocks * splits; }
   int64_t split_of(int64_t index) const { return index / heads() / row_blocks; }
@@ -46,8 +49,8 @@ struct HeadTasks {
     Task task;
     task.b = head / call->H;
     task.h = head % call->H;
-    task.row = index / heads() % row_blocks * kRowBlock;
-    task.rows = std::min(kRowBlock, call->R - task.row);
+    task.row = index / heads() % row_blocks * block;
+    task.rows = std::min(block, call->R - task.row);
     return task;
   }
 };
@@ -215,6 +218,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   if (rows == 0) return;
   AttentionTasks all;
   double ns = 0;
+  bool tiles = false;
   for (Call& call : calls) {
     call.id = ++numbers;
     call.grid_product = current().grid_product;
@@ -223,12 +227,17 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     call.trellis = current().trellis;
     call.rope = current().rope;
     call.polar = current().polar;
+    call.tiles = call.shared || (call.R >= kTilesLeastRows && !call.start && call.keys->kind == Kind::exact &&
+                                 call.values->kind == Kind::exact);
+    tiles |= call.tiles;
     all.calls.emplace_back(call);
     ns += all.calls.back().ns;
   }
   const int most = threads;
   // Engines call for all requests at once, between torch's operations, whose threads still spin.
-  const bool team = std::any_of(calls.begin(), calls.end(), [](const Call& call) { return call.pages.at; });
+  // So do prompts.
+  const bool team = (tiles && ns > kLongNs) ||
+                    std::any_of(calls.begin(), calls.end(), [](const Call& call) { return call.pages.at; });
   if (ns < (team ? kTeamWorthNs : kThreadsWorthNs)) threads = 1;
   int64_t tasks = 0, parts = 0;
   for (SharedMean& mean : means) {

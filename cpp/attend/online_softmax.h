@@ -37,17 +37,18 @@ struct RowState {
   float max = -kInfinity, sum = 0.0f;
 };
 
-// Convert raw scores of `count` tokens of one row to weights relative to the new maximum, in
+// Convert raw scores of `count` tokens of one row, multiplied by `factor`, to weights relative to the new maximum, in
 // place. Scores must have room up to a multiple of 16; weights there become 0. Return the factor
 // for the earlier sums. Set `any` if some weight is not zero.
 template <class S>
-float weigh(const Scores& how, const uint8_t* mask, float* score, int64_t count, RowState& state, bool& any) {
+float weigh(const Scores& how, const uint8_t* mask, float* score, int64_t count, float factor, RowState& state,
+            bool& any) {
   using F = typename S::F;
   for (int64_t i = count; i < round_up(count, kLanes); i++) score[i] = -kInfinity;
   F top = S::set1(-kInfinity);
-  const F cap = S::set1(how.softcap), inverse = S::set1(how.softcap ? 1.0f / how.softcap : 0.0f);
+  const F times = S::set1(factor), cap = S::set1(how.softcap), inverse = S::set1(how.softcap ? 1.0f / how.softcap : 0.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
-    F s = S::load(score + i);
+    F s = S::mul(S::load(score + i), times);
     if (how.softcap != 0.0f) s = S::mul(cap, tanh<S>(S::mul(s, inverse)));
     if (mask && count - i >= kLanes) {
       s = S::hide(s, mask + i);
@@ -70,12 +71,12 @@ float weigh(const Scores& how, const uint8_t* mask, float* score, int64_t count,
     S::store(score + i, weight);
     sum = S::add(sum, weight);
   }
-  const float factor = state.max == -kInfinity ? 0.0f : max == state.max ? 1.0f : __builtin_expf(state.max - max);
+  const float share = state.max == -kInfinity ? 0.0f : max == state.max ? 1.0f : __builtin_expf(state.max - max);
   const float added = S::hsum(sum);
   any |= !(added == 0.0f);
-  state.sum = state.sum * factor + added;
+  state.sum = state.sum * share + added;
   state.max = max;
-  return factor;
+  return share;
 }
 
 template <class S>

@@ -9,6 +9,8 @@
 #include <vector>
 
 #include "native_pages.h"
+#include "pool.h"
+#include "rounding.h"
 #include "segment_masks.h"
 
 namespace tersekv {
@@ -164,7 +166,7 @@ class Attention {
       } else {
         attend(calls_, map_, means_, threads, to, to_lse);
       }
-      if (!direct) finish(target, logits, to, to_lse, Dv);
+      if (!direct) finish(target, logits, to, to_lse, Dv, threads);
     }
   }
 
@@ -266,33 +268,40 @@ class Attention {
     call.pages = {x.as<int32_t>(), x.stride[0], page_tokens};
   }
 
-  void finish(const Tensor& target, const Tensor& logits, const float* rows, const float* lse, int64_t Dv) const {
-    const int64_t Hq = query_.shape[1];
-    for (int64_t b = 0; b < B_; b++)
-      for (int64_t h = 0; h < Hq; h++)
-        for (int64_t i = 0; i < q_; i++) {
-          const int64_t from = (b * Hq + h) * q_ + i, to = ((b * q_ + i) * Hq + h) * Dv;
-          float share = 1.0f;
-          if (logits.given()) share = 1.0f / (1.0f + std::exp(float_at(logits, h * logits.stride[0]) - lse[from]));
-          store(target, to, rows + from * Dv, Dv, share);
-        }
+  // Write out [B, q, Hq, Dv] from rows [B, H, R, Dv], on up to `threads` threads.
+  void finish(const Tensor& target, const Tensor& logits, const float* rows, const float* lse, int64_t Dv,
+              int threads) const {
+    const auto head = [&](int64_t index) {
+      const int64_t Hq = query_.shape[1], b = index / Hq, h = index % Hq;
+      for (int64_t i = 0; i < q_; i++) {
+        const int64_t from = index * q_ + i, to = ((b * q_ + i) * Hq + h) * Dv;
+        float share = 1.0f;
+        if (logits.given()) share = 1.0f / (1.0f + std::exp(float_at(logits, h * logits.stride[0]) - lse[from]));
+        store(target, to, rows + from * Dv, Dv, share);
+      }
+    };
+    const int64_t heads = B_ * query_.shape[1];
+    const bool few = static_cast<double>(heads * q_ * Dv) < kThreadsWorthNs;
+    run_long_tasks(
+        heads, few ? 1 : threads,
+        [](const void* context, int64_t index) { (*static_cast<const decltype(head)*>(context))(index); }, &head);
   }
 
   static void store(const Tensor& target, int64_t at, const float* row, int64_t n, float share) {
-    if (target.type == Type::f32) {
-      auto* out = reinterpret_cast<float*>(target.address) + at;
-      for (int64_t d = 0; d < n; d++) out[d] = row[d] * share;
-    } else if (target.type == Type::f16) {
-      auto* out = reinterpret_cast<_Float16*>(target.address) + at;
-      for (int64_t d = 0; d < n; d++) out[d] = static_cast<_Float16>(row[d] * share);
-    } else {
-      auto* out = reinterpret_cast<uint16_t*>(target.address) + at;
-      for (int64_t d = 0; d < n; d++) {
-        const float x = row[d] * share;
-        const auto bits = std::bit_cast<uint32_t>(x);
-        out[d] = x != x ? uint16_t{0x7fc0} : static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-      }
+    switch (target.type) {
+      case Type::f32:
+        return store_as<Float::f32>(target, at, row, n, share);
+      case Type::f16:
+        return store_as<Float::f16>(target, at, row, n, share);
+      default:
+        return store_as<Float::bf16>(target, at, row, n, share);
     }
+  }
+
+  template <Float type>
+  static void store_as(const Tensor& target, int64_t at, const float* row, int64_t n, float share) {
+    auto* out = reinterpret_cast<typename Number<type>::Bits*>(target.address) + at;
+    for (int64_t d = 0; d < n; d++) out[d] = Number<type>::rounded(row[d] * share);
   }
 
   Tensor query_;

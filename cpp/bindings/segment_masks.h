@@ -26,8 +26,9 @@ class SegmentMasks {
 
   // Set the mask of a call from its tokens' positions or own mask. where: position of the first
   // token; positions, integers [T], [B, T] or [B, H, T] (-1: none); or bool [B, q, T] or
-  // [B, H, q, T].
+  // [B, H, q, T]. None: the tokens end with the queries' own, and a query sees no later ones.
   void locate(Call& call, nb::handle where) {
+    if (where.is_none()) return set_causal(call);
     if (PyLong_Check(where.ptr())) return locate_from(call, as_int(where.ptr()));
     const Tensor x = tensor_of("positions", where, kBool | kInt32 | kInt64);
     if (x.type == Type::b8) return take_mask(call, x);
@@ -115,6 +116,13 @@ class SegmentMasks {
     if (rows < 1 || call.R % rows)
       fail("mask: ", "expected q to divide R = " + std::to_string(call.R) + ", got " + std::to_string(rows));
     set_mask(call, x.as<uint8_t>(), x.stride[0], x.dims == 4 ? x.stride[1] : 0, x.stride[x.dims - 2], rows);
+  }
+
+  void set_causal(Call& call) const {
+    if (mask_.given() || most_hidden_ > 0) throw NotTaken("causal tokens with a mask");
+    if (call.T < q_) fail("keys: ", "expected at least " + std::to_string(q_) + " tokens, as many as queries");
+    call.scores.causal = true;
+    call.scores.q = q_;
   }
 
   static void set_mask(Call& call, const uint8_t* mask, int64_t b, int64_t h, int64_t q, int64_t rows) {

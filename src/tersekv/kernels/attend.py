@@ -179,7 +179,7 @@ class Masks(NamedTuple):
 @operator()
 def attend(
     query: Tensor,
-    exact: tuple[tuple[Tensor, Tensor, Where], ...],
+    exact: tuple[tuple[Tensor, Tensor, Where | None], ...],
     pages: PackedPages | None,
     mask: Tensor | None,
     hidden: Tensor | None,
@@ -193,7 +193,8 @@ def attend(
 
     Args:
         query: [B, Hq, q, D], any float type.
-        exact: (keys, values [B, H, T, D], where) of unpacked tokens.
+        exact: (keys, values [B, H, T, D], where) of unpacked tokens. where None, in calls without `mask` and
+            `hidden`: they end with the queries' own tokens, and a query sees no later ones.
         pages: packed tokens.
         mask, hidden: see `Masks`.
         scaling: factor on the scores. softcap: s -> softcap·tanh(s/softcap), or None.
@@ -214,7 +215,7 @@ def attend(
 def composed(
     segments: Callable[..., tuple[Tensor, Tensor]],
     query: Tensor,
-    exact: tuple[tuple[Tensor, Tensor, Where], ...],
+    exact: tuple[tuple[Tensor, Tensor, Where | None], ...],
     pages: PackedPages | None,
     mask: Tensor | None,
     hidden: Tensor | None,
@@ -227,7 +228,9 @@ def composed(
     H = exact[0][0].shape[1] if pages is None else pages.heads
     B, Hq, q, D = query.shape
     rows, cut = query.float().reshape(B, H, Hq // H * q, D), Masks(mask, hidden)
-    plain = [Segment(k, v, cut.at(where, k.shape[2])) for k, v, where in exact]
+    plain = [
+        Segment(k, v, _causal(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact
+    ]
     packed = []
     if pages is not None:
         each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
@@ -251,6 +254,11 @@ def composed(
         elif values.mean is not None:
             out = out.masked_fill(lse.isneginf().unsqueeze(-1), 0.0)
     return (out, lse) if parts else finished(out, lse, query, sinks)
+
+
+def _causal(q: int, keys: Tensor) -> Tensor:
+    T = keys.shape[2]
+    return torch.ones(1, q, T, dtype=torch.bool, device=keys.device).tril(T - q).expand(len(keys), -1, -1)
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:

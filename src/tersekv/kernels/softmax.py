@@ -71,11 +71,14 @@ def attend_many(
     query: float32 or bfloat16 [B, H, R, D]; key [B, H, T, D] and value [B, H, T, Dv] of any float
     dtype. Mask, scaling, softcap, returns: see `attend_scores`.
 
-    On a CPU torch's fused attention computes it in the query's dtype, if Dv ≤ D, and neither a softcap
-    nor a gradient is needed. It never holds the scores of all rows. A mask or scores are made for some rows at a time.
+    Where `is_native`, the kernel of `attend_exact` computes it. Else torch's fused attention does on a CPU, in the
+    query's dtype, if Dv ≤ D, and neither a softcap nor a gradient is needed. It never holds the scores of all rows. A
+    mask or scores are made for some rows at a time.
     """
     if mask is not None and shows_all(mask):
         mask = None
+    if is_native(query, key, value) and (found := attend_exact.direct(query, key, value, mask, scaling, softcap)):
+        return found[0], found[1]
     fused = _is_fused(query, key, value, softcap) and query.shape[2] >= FUSED_ROWS and key.shape[2] > 0
     attend = _attend_fused if fused else _attend_composed
     R, T = query.shape[2], key.shape[2]
@@ -101,6 +104,16 @@ def dtype_of_products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     float32.
     """
     return torch.bfloat16 if dtype == torch.bfloat16 and device.type == "cpu" and _fast_bfloat16() else torch.float32
+
+
+def is_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True if our kernel reads many queries faster than torch's fused attention: on a CPU, unless torch uses AMX.
+
+    It has no gradients.
+    """
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+        return False
+    return query.device.type == "cpu" and (query.dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported())
 
 
 @functools.cache

@@ -11,9 +11,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tersekv.attention.read import AttentionCall, attend_chunk
 from tersekv.attention.weights import attention_weights
 from tersekv.errors import UserError
+from tersekv.kernels import backends, softmax
 
 OWN = ("softcap", "s_aux")
 """Arguments of the attention function that sdpa does not support."""
+
+LEAST_ROWS = 32
+"""Query rows per KV head from which our kernel is used."""
 
 
 def attend_tensors(
@@ -51,6 +55,8 @@ def attend_plain(
     **kwargs: Any,
 ) -> Tensor:
     """Attend to tensors [B, Hkv, n, D], with dropout and gradients. Returns [B, q, Hq, Dv]."""
+    if (out := _natively(module, query, keys, values, mask, dropout, scaling, **kwargs)) is not None:
+        return out
     if all(kwargs.get(name) is None for name in OWN) and not kwargs.get("output_attentions"):
         # torch's fused attention for CPUs takes values as wide as keys alone, and its other one holds all scores
         wider = keys.shape[-1] - values.shape[-1] if query.device.type == "cpu" else 0
@@ -63,6 +69,39 @@ def attend_plain(
     weights = torch.nn.functional.dropout(attention_weights(None, keys, call), dropout)
     groups = query.shape[1] // keys.shape[1]
     return torch.matmul(weights, values.repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
+
+
+def _natively(
+    module: torch.nn.Module,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    **kwargs: Any,
+) -> Tensor | None:
+    """Return `attend_plain` by our kernel for many queries, or None where it is not faster or cannot."""
+    q, n = query.shape[2], keys.shape[2]
+    causal = kwargs.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
+    if dropout or not softmax.is_native(query, keys, values) or q * query.shape[1] < LEAST_ROWS * keys.shape[1]:
+        return None
+    if kwargs.get("output_attentions") or kwargs.get("position_bias") is not None:
+        return None
+    where: Tensor | int | None = 0
+    if mask is not None:
+        if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2:] != (q, n):
+            return None
+        where = mask[:, 0].expand(len(query), -1, -1)
+    elif causal and q > 1:
+        if q != n:
+            return None
+        where = None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    limits = scaling, kwargs.get("softcap"), kwargs.get("s_aux")
+    out: Tensor | None = backends.attend.direct(query, ((keys, values, where),), None, None, None, *limits)
+    return out
 
 
 def call_of(

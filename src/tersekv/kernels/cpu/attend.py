@@ -75,7 +75,7 @@ def native_pages(pages: PackedPages) -> Any:
 @layer_operators.attend.by(NAME)
 def attend(
     query: Tensor,
-    exact: tuple[tuple[Tensor, Tensor, Where], ...],
+    exact: tuple[tuple[Tensor, Tensor, Where | None], ...],
     pages: PackedPages | None,
     mask: Tensor | None,
     hidden: Tensor | None,

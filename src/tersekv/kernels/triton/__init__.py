@@ -309,7 +309,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
 @layer_operators.attend.by(NAME)
 def attend_layer(
     query: Tensor,
-    exact: tuple[tuple[Tensor, Tensor, Where], ...],
+    exact: tuple[tuple[Tensor, Tensor, Where | None], ...],
     pages: PackedPages | None,
     mask: Tensor | None,
     hidden: Tensor | None,
