@@ -36,8 +36,8 @@ QUERIES = 32
 PRODUCTS = 4
 """An element of the keys costs about as much here as so many elements cost packing."""
 
-TILE = 16
-"""Number of query positions whose weights are in memory at a time."""
+MOST_WEIGHTS, TILE = 1 << 20, 16
+"""Elements of the weights that are in memory at a time, and the least number of query positions."""
 
 
 def prompt_loss(
@@ -95,7 +95,7 @@ def observed_loss(keys: Tensor, values: Tensor, call: AttentionCall, coded: Tens
     sums = sums * coded[:, None, :, None]
     by_token = torch.zeros_like(sums)
     metric = torch.zeros_like(keys[:, :, 0])
-    for tile in at.split(TILE):
+    for tile in at.split(max(TILE, MOST_WEIGHTS // (call.query[:, :, 0, 0].numel() * keys.shape[2]))):
         query = grouped(call.query[:, :, tile], keys.shape[1])
         p = _weights(query, keys, call, tile, past)
         query = query.flatten(2, 3)

@@ -57,7 +57,7 @@ def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
         return x.float()
     if codec.centred:
         rotated = RotatedMean(codec.fitted["mean"], angles.rope, angles).decode()
-        return rotated.neg_().add_(x) if rotated.shape == x.shape else x.float() - rotated
+        return torch.sub(x, rotated, out=rotated) if rotated.shape == x.shape else x.float() - rotated
     return angles.rope.invert(x.float(), *angles.cos_sin())
 
 
@@ -127,14 +127,11 @@ def _sum_without_rope(x: Tensor, angles: Angles | None) -> Tensor:
     pairs = rope.channels(D)
     if pairs is None or angles.places.shape[1] != 1 or not rope.has_one_angle_per_pair(D):
         return rope.invert(x.float(), *angles.cos_sin()).sum(2, keepdim=True)
-    cos, sin = angles.rows()
+    cos, sin = angles.by_channel(D)
     squared = cos * cos + sin * sin
-    partner, c, _, sign = pairs.to(x.device).long().unbind(-1)
-    moved = partner >= 0
-    column = c.clamp_min(0)
-    along = torch.where(moved, (cos / squared)[..., column], 1.0).unsqueeze(1)
-    across = (x * (sin / squared)[..., column].unsqueeze(1)).sum(2, keepdim=True)
-    return (x * along).sum(2, keepdim=True) - sign * across[..., partner.clamp_min(0)]
+    partner, _, _, sign = pairs.to(x.device).long().unbind(-1)
+    along, across = ((x * (y / squared).unsqueeze(1)).sum(2, keepdim=True) for y in (cos, sin))
+    return along - sign * across[..., partner.clamp_min(0)]
 
 
 def fit_stretches(tokens: int) -> list[tuple[int, int]]:

@@ -39,7 +39,7 @@ from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.kernels.basis import packed_basis, unpacked_basis
+from tersekv.kernels.basis import quantised_rows, unpacked_basis
 from tersekv.kernels.trellis import MOST_BITS, STATES, largest_gain
 from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
 from tersekv.layouts.basis import InBasis
@@ -294,12 +294,10 @@ class Trellis(Codec):
         if self.basis not in FITTED:
             basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
             return {}, within(covariance, basis), within(metric, basis)
-        kept = packed_basis(klt(covariance, metric), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
+        kept = quantised_rows(klt(covariance, metric), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
         # use the quantised rows: components follow from their inverse, error weights from their
         # lengths
-        basis = unpacked_basis(**kept)
-        dual = torch.linalg.inv(basis).transpose(-1, -2)
-        return kept, within(covariance, dual).clamp_min(0), within(metric, basis)
+        return kept.packed(), within(covariance, kept.dual()).clamp_min(0), within(metric, kept.rows())
 
     def _fixed_basis(self, D: int, device: torch.device) -> Tensor:
         if self.basis == "channels":

@@ -9,6 +9,8 @@ Shapes: B batch, H key-value heads, R vectors per head, D channels and component
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -21,10 +23,35 @@ MOST_CONDITION = 1e3
 """Largest condition number of a basis of one channel, in the Frobenius norm. It grows with √D."""
 
 
-def packed_basis(rows: Tensor, channels: Tensor, one_factor: bool = False) -> dict[str, Tensor]:
-    """Quantise rows float64 [B, H, D, D] to `basis` and `channels`. Each row is stored up to a
-    factor of its own, or all of a head up to `one_factor`. The components' scales absorb factors,
-    because encoding inverts the stored rows."""
+class QuantisedRows(NamedTuple):
+    """Rows of a basis after rounding: entries float64 [B, H, D, D] without their offset, channels float16 [B, H, D],
+    and the inverse of the entries, float64 [B, H, D, D].
+    """
+
+    entries: Tensor
+    channels: Tensor
+    inverse: Tensor
+
+    def rows(self) -> Tensor:
+        """Return the rows, float64 [B, H, D, D]."""
+        return self.entries * self.channels.double().unsqueeze(-2)
+
+    def dual(self) -> Tensor:
+        """Return the rows whose products with a vector are its components, float64 [B, H, D, D]."""
+        return (self.inverse / self.channels.double().unsqueeze(-1)).transpose(-1, -2)
+
+    def packed(self) -> dict[str, Tensor]:
+        """Return `basis` and `channels`."""
+        codes = (self.entries + LARGEST + 1).to(torch.int32).flatten(-2)
+        codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4))
+        words = (codes << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
+        split = words.unsqueeze(-1) >> torch.arange(0, 24, 8, device=codes.device) & 255
+        return {"basis": split.flatten(-2).to(torch.uint8), "channels": self.channels}
+
+
+def quantised_rows(rows: Tensor, channels: Tensor, one_factor: bool = False) -> QuantisedRows:
+    """Quantise rows float64 [B, H, D, D]. Each row is stored up to a factor of its own, or all of a head up to
+    `one_factor`. The components' scales absorb factors, because encoding inverts the stored rows."""
     channels = (channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4).to(torch.float16)
     plain = rows / channels.double().unsqueeze(-2)
     largest = plain.abs().amax((-2, -1) if one_factor else -1, keepdim=True).clamp_min(1e-300)
@@ -32,14 +59,14 @@ def packed_basis(rows: Tensor, channels: Tensor, one_factor: bool = False) -> di
     D = entries.shape[-1]
     inverse, singular = torch.linalg.inv_ex(entries)
     condition = torch.linalg.vector_norm(entries, dim=(-2, -1)) * torch.linalg.vector_norm(inverse, dim=(-2, -1))
-    lost = (singular != 0) | ~(condition <= MOST_CONDITION * D**0.5)
-    own = torch.eye(D, dtype=entries.dtype, device=entries.device) * LARGEST
-    entries = torch.where(lost[..., None, None], own, entries)  # rounding made rows dependent: use the identity
-    codes = (entries + LARGEST + 1).to(torch.int32).flatten(-2)
-    codes = torch.nn.functional.pad(codes, (0, -codes.shape[-1] % 4)).unflatten(-1, (-1, 4))
-    words = (codes << torch.arange(0, 24, 6, device=codes.device)).sum(-1)
-    split = words.unsqueeze(-1) >> torch.arange(0, 24, 8, device=codes.device) & 255
-    return {"basis": split.flatten(-2).to(torch.uint8), "channels": channels}
+    lost = ((singular != 0) | ~(condition <= MOST_CONDITION * D**0.5))[..., None, None]
+    one = torch.eye(D, dtype=entries.dtype, device=entries.device)  # rounding made rows dependent: use the identity
+    return QuantisedRows(torch.where(lost, LARGEST * one, entries), channels, torch.where(lost, one / LARGEST, inverse))
+
+
+def packed_basis(rows: Tensor, channels: Tensor, one_factor: bool = False) -> dict[str, Tensor]:
+    """Return `basis` and `channels` of `quantised_rows`."""
+    return quantised_rows(rows, channels, one_factor).packed()
 
 
 def unpacked_basis(basis: Tensor, channels: Tensor) -> Tensor:

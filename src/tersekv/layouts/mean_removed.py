@@ -46,13 +46,9 @@ class RotatedMean(View):
             cos, sin = self.angles.cos_sin()
             rows, (H, D) = max(len(self.mean), len(cos)), self.mean.shape[1:]
             return self.rope.apply(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
-        mean, (cos, sin) = self.mean.float(), self.angles.rows()
-        partner, c, s, sign = pairs.to(mean.device).long().unbind(-1)
-        moved = partner >= 0
-        across = torch.where(moved, mean[..., partner.clamp_min(0)] * sign, 0.0)
-        cos, sin = cos[..., c.clamp_min(0)], sin[..., s.clamp_min(0)]
-        if not bool(moved.all()):
-            cos = torch.where(moved, cos, 1.0)
+        mean, (cos, sin) = self.mean.float(), self.angles.by_channel(self.mean.shape[-1])
+        partner, _, _, sign = pairs.to(mean.device).long().unbind(-1)
+        across = mean[..., partner.clamp_min(0)] * sign
         if cos.dim() == 3:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
         return torch.mul(mean.unsqueeze(2), cos).addcmul_(across.unsqueeze(2), sin)

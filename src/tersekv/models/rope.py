@@ -76,6 +76,11 @@ class Ropes:
         except UserError:
             return None
 
+    def forget(self) -> None:
+        """Free what is kept between the layers of one pass, see `Rope.forget`."""
+        for rope in self._known.values():
+            rope.forget()
+
     def vary(self, layers: Iterable[int]) -> bool:
         """True if the angles of one of these layers depend on the length of the sequence."""
         return any((rope := self.known(layer)) is not None and rope.varies for layer in layers)

@@ -30,28 +30,36 @@ def shrunk(moment: Tensor, share: float) -> Tensor:
 
 def klt(covariance: Tensor, metric: Tensor) -> Tensor:
     """Return the basis rows float64 [..., D, D], the component with the largest variance first."""
+    diagonal = metric.diagonal(dim1=-2, dim2=-1)
+    if torch.equal(metric, diagonal.diag_embed()):
+        root = _roots(diagonal)
+        vectors = _eigenvectors(root.unsqueeze(-1) * covariance * root.unsqueeze(-2))
+        return (root.reciprocal().unsqueeze(-1) * vectors).transpose(-1, -2)
     root, inverse = roots(metric)
-    lengths, vectors = torch.linalg.eigh(root @ covariance @ root)
-    order = lengths.argsort(-1, descending=True)
-    vectors = vectors.gather(-1, order.unsqueeze(-2).expand_as(vectors))
-    return (inverse @ vectors).transpose(-1, -2)
+    return (inverse @ _eigenvectors(root @ covariance @ root)).transpose(-1, -2)
 
 
-def within(form: Tensor, rows: Tensor) -> Tensor:
-    """Return rowᵀ·form·row for each row: [..., D]."""
-    return (rows @ form @ rows.transpose(-1, -2)).diagonal(dim1=-2, dim2=-1)
+def _roots(squares: Tensor) -> Tensor:
+    """Return square roots of [..., D], of at least 1e-9 of the largest."""
+    return squares.clamp_min(1e-9 * squares.amax(-1, keepdim=True)).sqrt()
+
+
+def _eigenvectors(form: Tensor) -> Tensor:
+    """Return the eigenvectors as columns, that of the largest eigenvalue first."""
+    return torch.linalg.eigh(form).eigenvectors.flip(-1)
 
 
 def roots(metric: Tensor) -> tuple[Tensor, Tensor]:
     """Return square root and inverse square root of symmetric positive matrices [..., D, D]."""
-    diagonal = metric.diagonal(dim1=-2, dim2=-1)
-    if torch.equal(metric, diagonal.diag_embed()):
-        lengths = diagonal.clamp_min(1e-9 * diagonal.amax(-1, keepdim=True)).sqrt()
-        return lengths.diag_embed(), lengths.reciprocal().diag_embed()
     lengths, vectors = torch.linalg.eigh(metric)
-    lengths = lengths.clamp_min(1e-9 * lengths.amax(-1, keepdim=True)).sqrt().unsqueeze(-2)
+    lengths = _roots(lengths).unsqueeze(-2)
     back = vectors.transpose(-1, -2)
     return (vectors * lengths) @ back, (vectors / lengths) @ back
+
+
+def within(form: Tensor, rows: Tensor) -> Tensor:
+    """Return rowᵀ·form·row for each row: [..., D]."""
+    return ((rows @ form) * rows).sum(-1)
 
 
 def scales(variance: Tensor) -> Tensor:

@@ -50,6 +50,10 @@ class MarkedAngles:
         """See `Angles.rows`."""
         return self.listed().rows()
 
+    def by_channel(self, D: int) -> tuple[Tensor, Tensor]:
+        """See `Angles.by_channel`."""
+        return self.listed().by_channel(D)
+
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """See `Angles.cos_sin`."""
         return self.listed().cos_sin()

@@ -34,6 +34,10 @@ PROPORTIONAL = 0.02
 """Tolerance for cosines at position 70,000. float32 rounds angles by up to 0.004 per digit."""
 
 
+KEPT_ELEMENTS = 1 << 20
+"""Most elements of cosines and sines that a `Rope` keeps for the next layer, which asks for the same tokens."""
+
+
 class Rope:
     """RoPE of one layer.
 
@@ -55,11 +59,16 @@ class Rope:
         self._one_angle: dict[int, bool] = {}
         self._offset_table: OffsetTable | None = None
         self._int16_offset_tables: dict[int, Tensor | None] = {}
+        self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # by first position, tokens and channels
         self._natives: dict[tuple[int, bool], tuple[Tensor, Any]] = {}  # native object and the table it was built from
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without native objects; copies build their own."""
-        return self.__dict__ | {"_natives": {}}
+        """Return the state without native objects and kept cosines; copies build their own."""
+        return self.__dict__ | {"_natives": {}, "_kept": {}}
+
+    def forget(self) -> None:
+        """Free the cosines and sines that are kept between layers."""
+        self._kept.clear()
 
     def angles(self, first: int, n: int, padding: Tensor | None = None, device: torch.device | str = "cpu") -> Angles:
         """Return the angles of n tokens from position `first` on, for RoPE that does not vary.
@@ -302,6 +311,29 @@ class Angles(NamedTuple):
         if places.shape[-1] == 1 != self.tokens:
             places = places + torch.arange(self.tokens, dtype=places.dtype, device=places.device)
         return look_up(self.table, places[:, 0] if places.shape[1] == 1 else places)
+
+    def by_channel(self, D: int) -> tuple[Tensor, Tensor]:
+        """Return cos and sin float32 of each channel, [1 or B, T, D], or [B, H, T, D] if heads differ: 1 and 0 for
+        channels that are not rotated. Only for RoPE that has `Rope.channels`.
+        """
+        if not self.consecutive or self.places.numel() > 1 or not self.places.is_cpu:
+            return self._by_channel(D)
+        kept, key = self.rope._kept, (int(self.places), self.tokens, D)
+        if key not in kept:
+            if sum(2 * cos.numel() for cos, _ in kept.values()) + 2 * self.tokens * D > KEPT_ELEMENTS:
+                kept.clear()
+            kept[key] = self._by_channel(D)
+        return kept[key]
+
+    def _by_channel(self, D: int) -> tuple[Tensor, Tensor]:
+        channels = self.rope.channels(D)
+        assert channels is not None
+        partner, c, s, _ = channels.to(self.places.device).long().unbind(-1)
+        cos, sin = self.rows()
+        cos, sin = cos[..., c.clamp_min(0)], sin[..., s.clamp_min(0)]
+        if bool((moved := partner >= 0).all()):
+            return cos, sin
+        return torch.where(moved, cos, 1.0), torch.where(moved, sin, 0.0)
 
     def cos_sin(self) -> tuple[Tensor, Tensor]:
         """Return cos and sin float32 [1 or B, T, R] as in the model, or [B, H, T, R] if heads
