@@ -251,7 +251,9 @@ def cost_units(weight: Tensor, bits: Tensor, tables: Tensor) -> CostUnits:
     expected = weight.float() * torch.exp2(-2.0 * rates)
     expected = torch.where((rates > 0) & (expected > 0), expected, torch.nan)
     middle = expected.nanmedian(-1, keepdim=True).values.nan_to_num(1.0)
-    unit = 256.0 * (TYPICAL_COST * weight.float() / middle).sqrt() / torch.exp2(cost_shift(rates).float())
+    # float64, because torch's float32 root on a CPU is often off in the last bit, unlike that of the kernels.
+    root = (TYPICAL_COST * weight.float() / middle).double().sqrt().float()
+    unit = 256.0 * root / torch.exp2(cost_shift(rates).float())
     factor = (unit * most[rates]).round().clamp(max=LARGEST)
     unit = factor / most[rates]
     margin = 256.0 * MARGIN**0.5 / torch.exp2(cost_shift(rates).float())
