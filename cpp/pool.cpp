@@ -144,7 +144,7 @@ RunTeam torch_team() {
 
 }  // namespace
 
-void run_long_tasks(int64_t count, int threads, TaskFn fn, const void* context) {
+void run_in_team(int64_t count, int threads, TaskFn fn, const void* context) {
   const RunTeam team = threads > 1 && count > 1 ? torch_team() : nullptr;
   if (!team) return run_tasks(count, threads, fn, context);
   Job job{fn, context, count, 0};

@@ -10,7 +10,7 @@ constexpr double kThreadsWorthNs = 50000.0;  // for less work, waking a thread c
 
 constexpr double kTeamWorthNs = 10000.0;  // the same for torch's threads between its operations, which spin
 
-constexpr double kLongNs = 1e5;  // work from here on is for run_long_tasks
+constexpr double kLongNs = 1e5;  // work from here on is for run_in_team
 
 using TaskFn = void (*)(const void* context, int64_t index);
 
@@ -19,9 +19,9 @@ using TaskFn = void (*)(const void* context, int64_t index);
 // If another thread's call is using the pool, or after shutdown, the caller runs all tasks itself.
 void run_tasks(int64_t count, int threads, TaskFn fn, const void* context);
 
-// Do the same on torch's OpenMP threads where they are libgomp's, else as run_tasks. For work between
-// torch's operations that takes about as long as its threads wait.
-void run_long_tasks(int64_t count, int threads, TaskFn fn, const void* context);
+// Do the same on torch's OpenMP threads where they are libgomp's, else as run_tasks. For work between torch's
+// operations: its threads wait for more work and spin, so that the pool's would have to take a core from them.
+void run_in_team(int64_t count, int threads, TaskFn fn, const void* context);
 
 // Join the threads; a later call starts new ones.
 void shutdown_pool();

@@ -14,10 +14,12 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kRowBlock = 32;    // rows whose scores fit the L2 cache
+constexpr int64_t kRowBlock = 32;        // rows whose scores fit the L2 cache
 constexpr int64_t kTilesRowBlock = 512;  // rows for which a tile of tokens is decoded once
 constexpr int64_t kTilesLeastRows = 32;  // rows for which it pays to rearrange floats
-constexpr double kTaskNs = 15000.0;  // minimum duration of a task
+constexpr double kTaskNs = 15000.0;      // minimum duration of a task
+
+constexpr int64_t kFewRows = 8;  // up to here, decoding packed tokens takes longer than products with the rows
 
 constexpr int64_t kMeanPositions = 1024;  // fewest positions of a task that computes scores of a mean
 
@@ -63,8 +65,8 @@ struct CallTasks : HeadTasks {
   float* lse = nullptr;  // [splits] of [B, H, R]
 
   explicit CallTasks(const Call& of) : HeadTasks(of), units(of.T / of.tokens_per_unit) {
-    const double products =
-        static_cast<double>(of.B * of.H * of.T) * std::max<int64_t>(of.R, 2) * static_cast<double>(of.D + of.Dv);
+    const int64_t rows = std::max<int64_t>(of.R, of.keys->kind == Kind::exact ? 2 : kFewRows);
+    const double products = static_cast<double>(of.B * of.H * of.T * rows) * static_cast<double>(of.D + of.Dv);
     ns = products * current().ns_per_product;
   }
 
@@ -170,15 +172,15 @@ struct AttentionTasks {
 }  // namespace
 
 void decode(const Decode& call, int threads) {
-  run_long_tasks(
+  run_in_team(
       call.B * call.H * call.spans(), threads,
       [](const void* context, int64_t task) { current().decode(*static_cast<const Decode*>(context), task); }, &call);
 }
 
-void multiply(const BasisProduct& call, int threads, bool team) {
+void multiply(const BasisProduct& call, int threads) {
   const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
-  if (0.1 * products < (team ? kTeamWorthNs : kThreadsWorthNs)) threads = 1;
-  (team ? run_long_tasks : run_tasks)(
+  if (0.1 * products < kTeamWorthNs) threads = 1;
+  run_in_team(
       call.tasks(), threads,
       [](const void* context, int64_t task) {
         current().basis_product(*static_cast<const BasisProduct*>(context), task);
@@ -189,11 +191,11 @@ void multiply(const BasisProduct& call, int threads, bool team) {
 namespace {
 
 // Transform the merged outputs of some calls, [B·H·R, Dv], in place.
-void map_outputs(const Call& any, const OutputMap& map, int threads, bool team, float* out) {
+void map_outputs(const Call& any, const OutputMap& map, int threads, float* out) {
   const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
   if (map.matrix.given()) {
     const std::vector<float> inner(out, out + rows * Dv);
-    multiply({any.B, any.H, any.R, Dv, true, map.matrix, inner.data(), Dv, out, Dv}, threads, team);
+    multiply({any.B, any.H, any.R, Dv, true, map.matrix, inner.data(), Dv, out, Dv}, threads);
   }
   if (!map.mean) return;
   const int64_t heads = map.mean_b ? any.B * any.H : any.H;
@@ -218,7 +220,6 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   if (rows == 0) return;
   AttentionTasks all;
   double ns = 0;
-  bool tiles = false;
   for (Call& call : calls) {
     call.id = ++numbers;
     call.grid_product = current().grid_product;
@@ -229,16 +230,11 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     call.polar = current().polar;
     call.tiles = call.shared || (call.R >= kTilesLeastRows && !call.start && call.keys->kind == Kind::exact &&
                                  call.values->kind == Kind::exact);
-    tiles |= call.tiles;
     all.calls.emplace_back(call);
     ns += all.calls.back().ns;
   }
   const int most = threads;
-  // Engines call for all requests at once, between torch's operations, whose threads still spin.
-  // So do prompts.
-  const bool team = (tiles && ns > kLongNs) ||
-                    std::any_of(calls.begin(), calls.end(), [](const Call& call) { return call.pages.at; });
-  if (ns < (team ? kTeamWorthNs : kThreadsWorthNs)) threads = 1;
+  if (ns < kTeamWorthNs) threads = 1;
   int64_t tasks = 0, parts = 0;
   for (SharedMean& mean : means) {
     mean.scores.call.rope = current().rope;
@@ -271,12 +267,12 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
       lses.push_back(of.lse + s * rows);
     }
   }
-  (team ? run_long_tasks : run_tasks)(tasks, threads, AttentionTasks::run, &all);
+  run_in_team(tasks, threads, AttentionTasks::run, &all);
   if (maps) {
     float *mapped = part_at(parts), *mapped_lse = mapped + rows * Dv;
     const auto count = static_cast<int64_t>(outs.size() - unmapped);
     current().merge({count, rows, Dv, outs.data() + unmapped, lses.data() + unmapped, mapped, mapped_lse});
-    map_outputs(any, map, most, team, mapped);
+    map_outputs(any, map, most, mapped);
     outs.resize(unmapped);
     lses.resize(unmapped);
     outs.push_back(mapped);

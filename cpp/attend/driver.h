@@ -36,7 +36,6 @@ void merge_segments(const Merge& call);
 void decode(const Decode& call, int threads);
 
 // Multiply all heads, on up to `threads` threads.
-// team: run on torch's threads, see `run_long_tasks`.
-void multiply(const BasisProduct& call, int threads, bool team = false);
+void multiply(const BasisProduct& call, int threads);
 
 }  // namespace tersekv

@@ -46,7 +46,8 @@ float weigh(const Scores& how, const uint8_t* mask, float* score, int64_t count,
   using F = typename S::F;
   for (int64_t i = count; i < round_up(count, kLanes); i++) score[i] = -kInfinity;
   F top = S::set1(-kInfinity);
-  const F times = S::set1(factor), cap = S::set1(how.softcap), inverse = S::set1(how.softcap ? 1.0f / how.softcap : 0.0f);
+  const F times = S::set1(factor), cap = S::set1(how.softcap),
+          inverse = S::set1(how.softcap ? 1.0f / how.softcap : 0.0f);
   for (int64_t i = 0; i < count; i += kLanes) {
     F s = S::mul(S::load(score + i), times);
     if (how.softcap != 0.0f) s = S::mul(cap, tanh<S>(S::mul(s, inverse)));

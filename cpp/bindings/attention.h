@@ -94,8 +94,7 @@ class Attention {
         fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(inner));
       memory_.emplace_back(B_ * H_ * R_ * D);
       float* out = memory_.back().data();
-      if (pages.query.given())
-        multiply({B_, H_, R_, pages.mapped, false, pages.query, rows_, D_, out, D}, threads, !table.is_none());
+      if (pages.query.given()) multiply({B_, H_, R_, pages.mapped, false, pages.query, rows_, D_, out, D}, threads);
       for (int64_t r = 0; r < B_ * H_ * R_; r++) {
         const int64_t done = pages.query.given() ? pages.mapped : 0;
         std::copy_n(rows_ + r * D_ + done, inner - done, out + r * D + done);
@@ -282,7 +281,7 @@ class Attention {
     };
     const int64_t heads = B_ * query_.shape[1];
     const bool few = static_cast<double>(heads * q_ * Dv) < kThreadsWorthNs;
-    run_long_tasks(
+    run_in_team(
         heads, few ? 1 : threads,
         [](const void* context, int64_t index) { (*static_cast<const decltype(head)*>(context))(index); }, &head);
   }

@@ -16,7 +16,7 @@ void run_blocks(void (*encode)(const Arguments&, int64_t), const Arguments& call
                 int threads) {
   const std::pair context(encode, &call);
   nb::gil_scoped_release release;
-  const auto run = ns < kLongNs ? run_tasks : run_long_tasks;
+  const auto run = ns < kLongNs ? run_tasks : run_in_team;
   run(
       blocks, ns < kThreadsWorthNs ? 1 : threads,
       [](const void* both, int64_t block) {

@@ -93,7 +93,7 @@ void encode_trellis(EncodeTrellis call, int threads) {
   const double steps = static_cast<double>(call.R * call.n * (1 + call.tries)) *
                        static_cast<double>(call.D + kTrellisWarmUp + kTrellisLookAhead);
   const double ns = steps * kNsPerStep;
-  const auto run = ns < kLongNs ? run_tasks : run_long_tasks;
+  const auto run = ns < kLongNs ? run_tasks : run_in_team;
   run(
       call.R * tasks.tasks_per_row, ns < kThreadsWorthNs ? 1 : threads,
       [](const void* context, int64_t index) { static_cast<const SearchTasks*>(context)->run(index); }, &tasks);

@@ -228,9 +228,7 @@ def composed(
     H = exact[0][0].shape[1] if pages is None else pages.heads
     B, Hq, q, D = query.shape
     rows, cut = query.float().reshape(B, H, Hq // H * q, D), Masks(mask, hidden)
-    plain = [
-        Segment(k, v, _causal(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact
-    ]
+    plain = [Segment(k, v, _causal(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact]
     packed = []
     if pages is not None:
         each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
