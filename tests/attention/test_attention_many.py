@@ -8,6 +8,11 @@ import torch
 from tersekv.kernels import softmax
 
 
+@pytest.fixture(autouse=True)
+def as_with_amx(monkeypatch):
+    monkeypatch.setattr(softmax, "is_native", lambda *_: False)
+
+
 def plain(query, key, value, mask, scaling, softcap):
     scores = torch.matmul(query, key.float().transpose(-1, -2))
     return softmax.attend_scores(scores, value.float(), mask, scaling, softcap)

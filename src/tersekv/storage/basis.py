@@ -91,6 +91,10 @@ class Basis(NamedTuple):
     def analysis(self) -> Tensor:
         """Return A float32 [k, n]."""
         rows = self.rows.float() * self.scale[:, None] * self.channels
+        if len(rows) == rows.shape[1]:  # the metric has no say where the rows span all vectors
+            inverse, info = torch.linalg.inv_ex(rows)
+            if not info:
+                return inverse.T
         D = self.metric.shape[-1]
         measured = torch.einsum("kbd,bde->kbe", rows.unflatten(1, (-1, D)), self.metric).flatten(1)
         return torch.linalg.solve(measured @ rows.T, measured)
