@@ -245,7 +245,7 @@ struct Call {
   const Marks* start_marks = nullptr;  // of the call's tokens
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
   bool rounds = false;                       // grid_product multiplies in bfloat16
-  const RowProduct* rounded_rows = nullptr;  // products in bfloat16 of shared keys and values; null: none
+  const RowProduct* rounded_rows = nullptr;  // products in bfloat16 with tiles; null: none
   const TrellisKernel* trellis = nullptr;
   const PolarKernel* polar = nullptr;
   const RopeKernel* rope = nullptr;

@@ -127,6 +127,8 @@ int find_gomp(dl_phdr_info* info, size_t, void* found) {
 }
 #endif
 
+const pid_t kLoadedBy = getpid();
+
 // Return the entry of the libgomp that torch has loaded, or null.
 RunTeam torch_team() {
 #ifdef __linux__
@@ -135,14 +137,15 @@ RunTeam torch_team() {
     dl_iterate_phdr(find_gomp, &run);
     return run;
   }();
-  static const pid_t pid = getpid();
-  return pid == getpid() ? found : nullptr;  // a fork has none of its parent's threads
+  return kLoadedBy == getpid() ? found : nullptr;  // a fork has none of its parent's threads
 #else
   return nullptr;
 #endif
 }
 
 }  // namespace
+
+double team_worth_ns() { return torch_team() ? 10000.0 : kThreadsWorthNs; }
 
 void run_in_team(int64_t count, int threads, TaskFn fn, const void* context) {
   const RunTeam team = threads > 1 && count > 1 ? torch_team() : nullptr;

@@ -8,8 +8,6 @@ namespace tersekv {
 
 constexpr double kThreadsWorthNs = 50000.0;  // for less work, waking a thread costs more than it saves
 
-constexpr double kTeamWorthNs = 10000.0;  // the same for torch's threads between its operations, which spin
-
 constexpr double kLongNs = 1e5;  // work from here on is for run_in_team
 
 using TaskFn = void (*)(const void* context, int64_t index);
@@ -20,8 +18,11 @@ using TaskFn = void (*)(const void* context, int64_t index);
 void run_tasks(int64_t count, int threads, TaskFn fn, const void* context);
 
 // Do the same on torch's OpenMP threads where they are libgomp's, else as run_tasks. For work between torch's
-// operations: its threads wait for more work and spin, so that the pool's would have to take a core from them.
+// operations: torch's threads spin while they wait for more, so that the pool's would have to take a core from them.
 void run_in_team(int64_t count, int threads, TaskFn fn, const void* context);
+
+// Work of run_in_team, in nanoseconds, for which further threads save more than they cost.
+double team_worth_ns();
 
 // Join the threads; a later call starts new ones.
 void shutdown_pool();

@@ -12,7 +12,7 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kTileElements = 1 << 15;  // of the keys and values that are decoded at a time
 constexpr int64_t kTileTokens = 256, kLeastTileTokens = 64;
-constexpr int64_t kTileRows = 32;  // query rows whose scores of a tile fit the L1 cache
+constexpr int64_t kTileRows = 32;  // query rows whose scores of a tile nearly fit the L1 cache
 
 // Call body(row, rows) for tiles of at most four rows; tiles are as equal in size as possible.
 template <class Body>
@@ -23,7 +23,7 @@ void row_tiles(int64_t rows, Body&& body) {
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// Return the largest power of two that is not above a positive x, or 1 for 0.
+// Return the largest power of two that is not above |x|; 1 for 0 and subnormal numbers.
 inline float power_of_two(float x) {
   const auto exponent = __builtin_bit_cast(uint32_t, x) & 0x7f800000u;
   return exponent ? __builtin_bit_cast(float, exponent) : 1.0f;
@@ -46,7 +46,7 @@ struct Workspace {
   float *query, *score, *sum;
   RowState* state;
 
-  // scored: rows whose scores are there at a time. scaling: of the queries.
+  // scored: number of rows whose scores are held at a time. scaling: factor of the queries.
   Workspace(const Call& call, const Task& task, int64_t chunk, int64_t scored, float scaling) {
     query_stride = round_up(call.D, kLanes);
     // One vector more: rows would share cache sets if their stride were a multiple of the page size.
@@ -66,8 +66,8 @@ struct Workspace {
     }
   }
 
-  // Apply softmax to the scores of `count` tokens from `token` on, of some rows of the task. factor: of the
-  // scores. Return false if no row sees any of the tokens, so that the values need not be read.
+  // Apply softmax to the scores of `count` tokens from `token` on, of some rows of the task. Scores are
+  // multiplied by `factor`. Return false if no row sees any of the tokens, so that the values need not be read.
   template <class S>
   bool weigh_chunk(const Call& call, const Task& task, int64_t row, int64_t rows, int64_t token, int64_t count,
                    float factor) {
@@ -167,15 +167,15 @@ inline const DenseView* floats_of(const View& view) {
 // True if the values are the first channels of the keys.
 inline bool are_shared(const Call& call) {
   const DenseView *keys = floats_of(*call.keys), &values = call.values->dense;
-  if (call.shared || !keys || call.values->kind != Kind::exact) return call.shared;
+  if (call.shared || !keys || call.values->kind != Kind::exact || call.Dv > call.D) return call.shared;
   return keys->data == values.data && keys->type == values.type && keys->stride_b == values.stride_b &&
          keys->stride_h == values.stride_h && keys->stride_t == values.stride_t;
 }
 
-// Attend to tokens of which a tile at a time is decoded, whatever their layout is, and multiplied with all query
-// rows of the task. Values that are the first channels of their keys are decoded once. Products are of bfloat16 where
-// the model's are, and where tokens are packed, because a code of up to 8 bits is further from its number than
-// bfloat16 is.
+// Attend tile by tile: decode a tile of tokens of any layout, and multiply it with all query rows of the task. Hidden
+// tokens of a tile must be finite. Values that are the first channels of their keys are decoded once. Products are of
+// bfloat16 where the model's are, and where tokens are packed, because a code of up to 8 bits is further from its
+// number than bfloat16 is.
 template <class S>
 void attend_tiles(const Call& call, const Task& task) {
   const bool shared = are_shared(call);
@@ -186,8 +186,10 @@ void attend_tiles(const Call& call, const Task& task) {
   const int64_t chunk = unit >= wanted ? unit : wanted / unit * unit, most = round_up(chunk, kLanes);
   const DenseView* floats = floats_of(*call.keys);
   const bool rounds = call.rounded_rows && (!floats || call.rounded_query);
-  // Queries that are rounded later are scaled by a power of two, so that they are rounded once.
-  const float scaling = rounds ? power_of_two(call.scores.scaling) : call.scores.scaling;
+  // Queries of bfloat16 are scaled by a power of two, so that they are not rounded again.
+  const bool twice = rounds && call.rounded_query;
+  const float scaling = twice ? power_of_two(call.scores.scaling) : call.scores.scaling;
+  const float factor = twice ? call.scores.scaling / scaling : 1.0f;
   Workspace w(call, task, chunk, least(kTileRows, task.rows), scaling);
   if (task.first == task.last) return w.finish(call, task);
   const RowProduct& product = rounds ? *call.rounded_rows : TERSEKV_BUILD(row_product)();
@@ -221,7 +223,7 @@ void attend_tiles(const Call& call, const Task& task) {
       if (!Visible(call, task, row, some, t0, t1).any()) continue;
       product.multiply(w.query + row * w.query_stride, w.query_stride, some, width, key_panels, tokens, false, words,
                        w.score, w.score_stride);
-      if (!w.weigh_chunk<S>(call, task, row, some, t0, count, call.scores.scaling / scaling)) continue;
+      if (!w.weigh_chunk<S>(call, task, row, some, t0, count, factor)) continue;
       product.multiply(w.score, w.score_stride, some, tokens, value_panels, out_width, true, words,
                        w.sum + row * w.sum_stride, w.sum_stride);
     }

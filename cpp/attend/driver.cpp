@@ -16,10 +16,10 @@ namespace {
 
 constexpr int64_t kRowBlock = 32;        // rows whose scores fit the L2 cache
 constexpr int64_t kTilesRowBlock = 512;  // rows for which a tile of tokens is decoded once
-constexpr int64_t kTilesLeastRows = 32;  // rows for which it pays to rearrange floats
+constexpr int64_t kTilesLeastRows = 32;  // rows from which it pays to pack floats into panels
 constexpr double kTaskNs = 15000.0;      // minimum duration of a task
 
-constexpr int64_t kFewRows = 8;  // up to here, decoding packed tokens takes longer than products with the rows
+constexpr int64_t kFewRows = 8;  // up to so many, decoding packed tokens takes longer than products with the rows
 
 constexpr int64_t kMeanPositions = 1024;  // fewest positions of a task that computes scores of a mean
 
@@ -179,7 +179,7 @@ void decode(const Decode& call, int threads) {
 
 void multiply(const BasisProduct& call, int threads) {
   const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
-  if (0.1 * products < kTeamWorthNs) threads = 1;
+  if (0.1 * products < team_worth_ns()) threads = 1;
   run_in_team(
       call.tasks(), threads,
       [](const void* context, int64_t task) {
@@ -234,7 +234,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     ns += all.calls.back().ns;
   }
   const int most = threads;
-  if (ns < kTeamWorthNs) threads = 1;
+  if (ns < team_worth_ns()) threads = 1;
   int64_t tasks = 0, parts = 0;
   for (SharedMean& mean : means) {
     mean.scores.call.rope = current().rope;

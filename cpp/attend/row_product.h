@@ -1,4 +1,4 @@
-// Products of query rows with a tile of decoded tokens that serves as keys and as values (latent attention).
+// Products of query rows with a tile of decoded tokens.
 #pragma once
 
 #include "contract.h"

@@ -280,7 +280,7 @@ class Attention {
       }
     };
     const int64_t heads = B_ * query_.shape[1];
-    const bool few = static_cast<double>(heads * q_ * Dv) < kThreadsWorthNs;
+    const bool few = static_cast<double>(heads * q_ * Dv) < team_worth_ns();
     run_in_team(
         heads, few ? 1 : threads,
         [](const void* context, int64_t index) { (*static_cast<const decltype(head)*>(context))(index); }, &head);

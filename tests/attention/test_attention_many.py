@@ -1,4 +1,4 @@
-"""Attention of many query rows by torch's fused attention equals the plain softmax."""
+"""Attention of many query rows, by our kernel and by torch's fused attention, equals the plain softmax."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import torch
 from tersekv.kernels import softmax
 
 
-@pytest.fixture(autouse=True)
-def as_with_amx(monkeypatch):
-    monkeypatch.setattr(softmax, "is_native", lambda *_: False)
+@pytest.fixture(autouse=True, params=["torch", "ours"])
+def kernel(request, monkeypatch):
+    if request.param == "torch":  # as with AMX
+        monkeypatch.setattr(softmax, "prefers_native", lambda *_: False)
 
 
 def plain(query, key, value, mask, scaling, softcap):

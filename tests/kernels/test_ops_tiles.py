@@ -105,8 +105,8 @@ def test_calls_that_contradict_themselves():
 def test_amx_keeps_torchs_kernel(monkeypatch):
     """It is not faster to multiply without AMX where torch has it. Other types are ours on any CPU."""
     x = torch.randn(1, 1, 64, 32)
-    assert softmax.is_native(x, x, x)
+    assert softmax.prefers_native(x, x, x)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-    assert softmax.is_native(x, x, x)
-    assert not softmax.is_native(x.bfloat16(), x, x)
-    assert not softmax.is_native(x.requires_grad_(), x, x)
+    assert softmax.prefers_native(x, x, x)
+    assert not softmax.prefers_native(x.bfloat16(), x, x)
+    assert not softmax.prefers_native(x.requires_grad_(), x, x)

@@ -37,7 +37,7 @@ PRODUCTS = 4
 """An element of the keys costs about as much here as so many elements cost packing."""
 
 MOST_WEIGHTS, TILE = 1 << 20, 16
-"""Elements of the weights that are in memory at a time, and the least number of query positions."""
+"""Most elements of weights that are held at a time, but of at least TILE query positions."""
 
 
 def prompt_loss(

@@ -2,7 +2,7 @@
 
 Each segment gives an output and a log-sum-exp; `merge_segments` combines them. With few query rows,
 kernels read the packed bytes directly. With many rows, a part of the tokens at a time is decoded, and
-torch's fused attention reads it. So the whole cache is never decoded at once.
+a kernel for floats reads it. So the whole cache is never decoded at once.
 """
 
 from __future__ import annotations
@@ -331,7 +331,7 @@ def attend_causal(
     """Attention of grouped queries [B, H, G, q, D] over their own q tokens: out [B, H, G·q, Dv] and lse [B, H, G·q],
     or None if neither our kernel nor torch's fused attention computes it.
     """
-    if softmax.is_native(query, keys, values):
+    if softmax.prefers_native(query, keys, values):
         own = ((keys, values, None),)
         found = backends.attend.direct(query.flatten(1, 2), own, None, None, None, scaling, softcap, None, True)
         if found is not None:

@@ -174,7 +174,7 @@ class CompressedLayer(CacheLayerMixin):
                 self.cache.warn_of_keys(self.index, figures)
         if progress.linear:
             progress.end(self.index)
-        if keys.shape[2] > 1 and self.index == max(progress.attention):
+        if keys.shape[2] > 1 and self.index == max(progress.attention):  # the last layer of the pass
             self.cache.ropes.forget()
         if keys.is_cpu and keys.shape[2] >= MANY_TOKENS:
             progress.freed += keys.nbytes + values.nbytes

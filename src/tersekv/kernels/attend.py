@@ -227,6 +227,7 @@ def composed(
     """Compute `attend` with any implementation of `attend_segments`; maps and merging run in torch."""
     H = exact[0][0].shape[1] if pages is None else pages.heads
     B, Hq, q, D = query.shape
+    assert mask is hidden is None or all(where is not None for *_, where in exact)
     rows, cut = query.float().reshape(B, H, Hq // H * q, D), Masks(mask, hidden)
     plain = [Segment(k, v, _causal(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact]
     packed = []

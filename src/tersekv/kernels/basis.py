@@ -60,7 +60,8 @@ def quantised_rows(rows: Tensor, channels: Tensor, one_factor: bool = False) -> 
     inverse, singular = torch.linalg.inv_ex(entries)
     condition = torch.linalg.vector_norm(entries, dim=(-2, -1)) * torch.linalg.vector_norm(inverse, dim=(-2, -1))
     lost = ((singular != 0) | ~(condition <= MOST_CONDITION * D**0.5))[..., None, None]
-    one = torch.eye(D, dtype=entries.dtype, device=entries.device)  # rounding made rows dependent: use the identity
+    one = torch.eye(D, dtype=entries.dtype, device=entries.device)
+    # where rounding made rows dependent, use the identity
     return QuantisedRows(torch.where(lost, LARGEST * one, entries), channels, torch.where(lost, one / LARGEST, inverse))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from tersekv.kernels import cpu
 from tersekv.kernels.registry import operator
 from tersekv.tensors import last_contiguous
 
@@ -71,14 +72,16 @@ def attend_many(
     query: float32 or bfloat16 [B, H, R, D]; key [B, H, T, D] and value [B, H, T, Dv] of any float
     dtype. Mask, scaling, softcap, returns: see `attend_scores`.
 
-    Where `is_native`, the kernel of `attend_exact` computes it. Else torch's fused attention does on a CPU, in the
+    Where `prefers_native`, the kernel of `attend_exact` computes it. Else torch's fused attention does on a CPU, in the
     query's dtype, if Dv ≤ D, and neither a softcap nor a gradient is needed. It never holds the scores of all rows. A
     mask or scores are made for some rows at a time.
     """
     if mask is not None and shows_all(mask):
         mask = None
-    if is_native(query, key, value) and (found := attend_exact.direct(query, key, value, mask, scaling, softcap)):
-        return found[0], found[1]
+    if prefers_native(query, key, value):
+        every = None if mask is None else mask.expand(len(query), *mask.shape[1:])
+        if (found := attend_exact.direct(query, key, value, every, scaling, softcap)) is not None:
+            return found[0], found[1]
     fused = _is_fused(query, key, value, softcap) and query.shape[2] >= FUSED_ROWS and key.shape[2] > 0
     attend = _attend_fused if fused else _attend_composed
     R, T = query.shape[2], key.shape[2]
@@ -106,14 +109,17 @@ def dtype_of_products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 and device.type == "cpu" and _fast_bfloat16() else torch.float32
 
 
-def is_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """True if our kernel reads many queries faster than torch's fused attention: on a CPU, unless torch uses AMX.
+def prefers_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """True if our kernel attends with many queries faster than torch's fused attention: with AVX2 or AVX-512,
+    unless torch uses AMX.
 
     It has no gradients.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
         return False
-    return query.device.type == "cpu" and (query.dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported())
+    if query.device.type != "cpu" or cpu.why_not_built() is not None or cpu.isa() == "scalar":
+        return False
+    return query.dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
 
 
 @functools.cache

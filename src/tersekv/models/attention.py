@@ -12,9 +12,13 @@ from tersekv.attention.read import AttentionCall, attend_chunk
 from tersekv.attention.weights import attention_weights
 from tersekv.errors import UserError
 from tersekv.kernels import backends, softmax
+from tersekv.tensors import last_contiguous
 
 OWN = ("softcap", "s_aux")
 """Arguments of the attention function that sdpa does not support."""
+
+FLOATS = torch.float32, torch.bfloat16, torch.float16
+"""Types of queries that our kernel reads."""
 
 LEAST_ROWS = 32
 """Query rows per KV head from which our kernel is used."""
@@ -36,6 +40,8 @@ def attend_tensors(
     """
     wants_weights = kwargs.get("output_attentions")
     own = wants_weights or any(kwargs.get(name) is not None for name in OWN)
+    if own and mask is None and not _is_causal(module, kwargs):
+        mask = torch.ones(1, 1, query.shape[2], keys.shape[2], dtype=torch.bool, device=keys.device)
     if own and mask is None and 1 < query.shape[2] < keys.shape[2]:
         # no mask means causal from the first position: the later slots of a static cache are empty
         keys, values = keys[:, :, : query.shape[2]], values[:, :, : query.shape[2]]
@@ -55,7 +61,7 @@ def attend_plain(
     **kwargs: Any,
 ) -> Tensor:
     """Attend to tensors [B, Hkv, n, D], with dropout and gradients. Returns [B, q, Hq, Dv]."""
-    if (out := _natively(module, query, keys, values, mask, dropout, scaling, **kwargs)) is not None:
+    if (out := _attend_natively(module, query, keys, values, mask, dropout, scaling, **kwargs)) is not None:
         return out
     if all(kwargs.get(name) is None for name in OWN) and not kwargs.get("output_attentions"):
         # torch's fused attention for CPUs takes values as wide as keys alone, and its other one holds all scores
@@ -71,7 +77,7 @@ def attend_plain(
     return torch.matmul(weights, values.repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
 
 
-def _natively(
+def _attend_natively(
     module: torch.nn.Module,
     query: Tensor,
     keys: Tensor,
@@ -81,27 +87,37 @@ def _natively(
     scaling: float | None,
     **kwargs: Any,
 ) -> Tensor | None:
-    """Return `attend_plain` by our kernel for many queries, or None where it is not faster or cannot."""
-    q, n = query.shape[2], keys.shape[2]
-    causal = kwargs.get("is_causal")
-    causal = getattr(module, "is_causal", True) if causal is None else causal
-    if dropout or not softmax.is_native(query, keys, values) or q * query.shape[1] < LEAST_ROWS * keys.shape[1]:
+    """Return the result of `attend_plain` computed by our kernel; None if it is slower or does not support the call."""
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return None
+    (B, Hq, q, _), (n, H) = query.shape, (keys.shape[2], keys.shape[1])
+    sinks = kwargs.get("s_aux")
+    learns = torch.is_grad_enabled() and sinks is not None and sinks.requires_grad
+    if dropout or learns or not softmax.prefers_native(query, keys, values) or q * Hq < LEAST_ROWS * H:
         return None
     if kwargs.get("output_attentions") or kwargs.get("position_bias") is not None:
+        return None
+    if query.dtype not in FLOATS or not B == len(keys) == len(values):
         return None
     where: Tensor | int | None = 0
     if mask is not None:
         if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2:] != (q, n):
             return None
-        where = mask[:, 0].expand(len(query), -1, -1)
-    elif causal and q > 1:
+        where = last_contiguous(mask[:, 0]).expand(B, -1, -1)
+    elif q > 1 and _is_causal(module, kwargs):
         if q != n:
             return None
         where = None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    limits = scaling, kwargs.get("softcap"), kwargs.get("s_aux")
+    limits = scaling, kwargs.get("softcap"), sinks
     out: Tensor | None = backends.attend.direct(query, ((keys, values, where),), None, None, None, *limits)
     return out
+
+
+def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:
+    """True if a call without a mask is causal, as in transformers."""
+    given = kwargs.get("is_causal")
+    return bool(getattr(module, "is_causal", True) if given is None else given)
 
 
 def call_of(

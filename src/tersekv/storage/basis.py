@@ -91,7 +91,7 @@ class Basis(NamedTuple):
     def analysis(self) -> Tensor:
         """Return A float32 [k, n]."""
         rows = self.rows.float() * self.scale[:, None] * self.channels
-        if len(rows) == rows.shape[1]:  # the metric has no say where the rows span all vectors
+        if len(rows) == rows.shape[1]:  # if the rows span the space, A = R⁻ᵀ whatever the metric is
             inverse, info = torch.linalg.inv_ex(rows)
             if not info:
                 return inverse.T

@@ -34,7 +34,7 @@ PROPORTIONAL = 0.02
 """Tolerance for cosines at position 70,000. float32 rounds angles by up to 0.004 per digit."""
 
 
-KEPT_ELEMENTS = 1 << 20
+KEPT_ELEMENTS = 1 << 21
 """Most elements of cosines and sines that a `Rope` keeps for the next layer, which asks for the same tokens."""
 
 
@@ -319,11 +319,11 @@ class Angles(NamedTuple):
         if not self.consecutive or self.places.numel() > 1 or not self.places.is_cpu:
             return self._by_channel(D)
         kept, key = self.rope._kept, (int(self.places), self.tokens, D)
-        if key not in kept:
-            if sum(2 * cos.numel() for cos, _ in kept.values()) + 2 * self.tokens * D > KEPT_ELEMENTS:
-                kept.clear()
-            kept[key] = self._by_channel(D)
-        return kept[key]
+        if (found := kept.get(key)) is None:
+            found = self._by_channel(D)
+            if sum(2 * cos.numel() for cos, _ in list(kept.values())) + 2 * self.tokens * D <= KEPT_ELEMENTS:
+                kept[key] = found
+        return found
 
     def _by_channel(self, D: int) -> tuple[Tensor, Tensor]:
         channels = self.rope.channels(D)
