@@ -59,7 +59,7 @@ def test_what_sdpa_lacks_is_the_same_with_and_without_our_kernel(monkeypatch, ca
 def test_compiled_in_one_graph():
     """Our kernel is no operator that a compiler traces."""
     call, _ = arguments()
-    compiled = torch.compile(lambda *x: attention.attend_plain(*x), backend="eager", fullgraph=True)
+    compiled = torch.compile(attention.attend_plain, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*call), attention.attend_plain(*call))
 
 
