@@ -40,7 +40,7 @@ def seen_by(kind, B, H, q, T):
 
 def expected(query, keys, values, seen, scaling, softcap):
     """Return out and lse in float64, and Σ weight·|value|: [B, H, G·q, ·]."""
-    B, Hq, q, D = query.shape
+    B, Hq, _, D = query.shape
     H = keys.shape[1]
     rows = query.double().reshape(B, H, -1, D)
     scores = rows @ keys.double().mT * scaling
