@@ -90,7 +90,7 @@ def models() -> Chart:
 def step() -> Chart:
     """Draw the time per token by length, by CPU and dtype."""
     panels = {
-        "Zen 4, bfloat16": ("dtypes", "Zen 4", "bfloat16"), "Zen 4, float32": ("dtypes", "Zen 4", "float32"),
+        "Zen 5, bfloat16": ("zen5", "Zen 5", "bfloat16"), "Zen 5, float32": ("zen5", "Zen 5", "float32"),
         "Zen 3, float32": ("avx2", "Zen 3", "float32"),
     }  # fmt: skip
     chart = Chart(
@@ -102,7 +102,7 @@ def step() -> Chart:
         top = 78 + 162 * i
         across, up = Axis(0, 8400, 50, WIDTH - 16), Axis(0, 220, top + 112, top)
         chart.text(56, top + 4, title, "b")
-        grid(chart, across, (1024, 4096, 8000), up, (0, 100, 200))
+        grid(chart, across, (1024, 4096, 7600), up, (0, 100, 200))
         lines: dict[str, list[tuple[float, float]]] = {}
         for one in decodings():
             whole = one.row.get("prefill_chunk") is None

@@ -46,12 +46,27 @@ class RotatedMean(View):
             cos, sin = self.angles.cos_sin()
             rows, (H, D) = max(len(self.mean), len(cos)), self.mean.shape[1:]
             return self.rope.apply(self.mean.float().unsqueeze(2).expand(rows, H, self.tokens, D), cos, sin)
+        mean, cos, across, sin = self._factors(pairs)
+        return torch.mul(mean, cos).addcmul_(across, sin)
+
+    def added_to(self, x: Tensor) -> Tensor:
+        """Return the sum with x float32 [B, H, T, D], which may be changed."""
+        pairs = self.rope.channels(self.mean.shape[-1])
+        if pairs is None:
+            return x + self.decode()
+        mean, cos, across, sin = self._factors(pairs)
+        if len(x) < max(len(mean), len(cos)):
+            return x.addcmul(mean, cos).addcmul_(across, sin)
+        return x.addcmul_(mean, cos).addcmul_(across, sin)
+
+    def _factors(self, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a, cos, b and sin of a·cos + b·sin, the rotated mean; a and b are [1 or B, H, 1, D]."""
         mean, (cos, sin) = self.mean.float(), self.angles.by_channel(self.mean.shape[-1])
         partner, _, _, sign = pairs.to(mean.device).long().unbind(-1)
         across = mean[..., partner.clamp_min(0)] * sign
         if cos.dim() == 3:
             cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-        return torch.mul(mean.unsqueeze(2), cos).addcmul_(across.unsqueeze(2), sin)
+        return mean.unsqueeze(2), cos, across.unsqueeze(2), sin
 
 
 class Biased(Mapped):
@@ -97,10 +112,10 @@ class MeanRemoved(View):
 
     def decode(self) -> Tensor:
         """Return x̂ as float32 [B, H, T, D]."""
-        return self._view.decode() + self._mean.decode()
+        return self._mean.added_to(self._view.decode())
 
     def floats(self, dtype: torch.dtype) -> Tensor:
-        return (self._view.floats(torch.float32) + self._mean.decode()).to(dtype)
+        return self._mean.added_to(self._view.floats(torch.float32)).to(dtype)
 
     def scores(self, query: Tensor) -> Tensor:
         """Return unscaled q·k̂ for query float32 [B, H, R, D]: float32 [B, H, R, T]."""

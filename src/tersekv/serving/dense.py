@@ -1,4 +1,4 @@
-"""Attention of prompts over unpacked tokens, in torch. Engines may have a faster one.
+"""Attention of prompts over unpacked tokens. Engines may have a faster one.
 
 Shapes: T queries of n requests, S tokens of the same requests, Hq query heads, H KV heads, D head dim.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tersekv.kernels import softmax
+from tersekv.kernels import backends, softmax
 
 
 class Lengths(NamedTuple):
@@ -42,6 +42,10 @@ class AttentionKind(NamedTuple):
         share = torch.sigmoid(lse - logits.repeat_interleave(rows // logits.shape[1], dim=1))
         return out * share.unsqueeze(-1)
 
+    def sees_all(self, tokens: int) -> bool:
+        """True if the window hides none of so many tokens."""
+        return self.window is None or self.window >= tokens
+
     def visible(self, queries: Tensor, tokens: Tensor) -> Tensor:
         """Return which tokens each query sees, bool [queries, tokens], from their positions."""
         seen = tokens <= queries[:, None]
@@ -59,34 +63,43 @@ class DenseAttention(Protocol):
 
 
 def attend_dense(query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, kind: AttentionKind) -> Tensor:
-    """`DenseAttention` by torch's fused attention, request by request."""
+    """`DenseAttention` request by request, by our kernel or torch's fused attention, see `softmax.prefers_native`."""
     outs, q, s = [], 0, 0
     for n, tokens in zip(*lengths, strict=True):
         rows, key, value = (
             x.transpose(0, 1)[None] for x in (query[q : q + n], keys[s : s + tokens], values[s : s + tokens])
         )
-        if kind.softcap is not None or kind.sink_logits is not None:
-            out = _with_lse(rows, key, value, kind)
-        elif n == tokens and kind.window is None:
-            out = torch.nn.functional.scaled_dot_product_attention(
-                rows, key, value, is_causal=True, scale=kind.scaling, enable_gqa=True
-            )
-        else:
-            place = torch.arange(tokens, device=rows.device)
-            mask = kind.visible(place[tokens - n :], place)
-            out = torch.nn.functional.scaled_dot_product_attention(
-                rows, key, value, attn_mask=mask, scale=kind.scaling, enable_gqa=True
-            )
-        outs.append(out[0].transpose(0, 1))
+        place = torch.arange(tokens, device=rows.device)
+        mask = None if kind.sees_all(tokens) else kind.visible(place[tokens - n :], place)[None]
+        out = None
+        if softmax.prefers_native(rows, key, value):
+            limits = kind.scaling, kind.softcap, kind.sink_logits
+            out = backends.attend.direct(rows, ((key, value, mask),), None, None, None, *limits)
+        if out is None:
+            out = _by_torch(rows, key, value, mask, kind).transpose(1, 2)
+        outs.append(out[0])
         q, s = q + n, s + tokens
     return torch.cat(outs)
 
 
-def _with_lse(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-    """Attend with a softcap or sink logits: query [1, Hq, q, D], key and value [1, H, S, D]."""
-    H, tokens = key.shape[1:3]
-    place = torch.arange(tokens, device=query.device)
-    mask = kind.visible(place[tokens - query.shape[2] :], place)
+def _by_torch(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, kind: AttentionKind) -> Tensor:
+    """Attend with queries [1, Hq, q, D] to keys and values [1, H, S, D]. mask: bool [1, q, S], None for causal."""
+    n, tokens = query.shape[2], key.shape[2]
+    plain = kind.softcap is None and kind.sink_logits is None
+    if mask is None and not (plain and n == tokens):
+        place = torch.arange(tokens, device=query.device)
+        mask = kind.visible(place[tokens - n :], place)[None]
+    if plain:
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=mask is None, scale=kind.scaling, enable_gqa=True
+        )
+    assert mask is not None
+    return _with_lse(query, key, value, mask, kind)
+
+
+def _with_lse(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, kind: AttentionKind) -> Tensor:
+    """Attend with a softcap or sink logits, see `_by_torch`."""
+    H = key.shape[1]
     rows = query.float().unflatten(1, (H, -1)).flatten(2, 3)
-    found = softmax.attend_many(rows, key, value, mask[None], kind.scaling, kind.softcap)
+    found = softmax.attend_many(rows, key, value, mask, kind.scaling, kind.softcap)
     return kind.with_sinks(*found).unflatten(2, (query.shape[1] // H, -1)).flatten(1, 2).to(query.dtype)
