@@ -20,6 +20,7 @@ from tersekv.cache.segments import PackedSegment
 from tersekv.cache.store import Store
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks, Where, finished
+from tersekv.kernels.attend import attend_floats as attend_floats
 
 MOST_READ, LEAST_READ_TOKENS = 1 << 22, 512
 """Elements of keys that are decoded at a time for long chunks, and the least number of tokens."""

@@ -19,7 +19,7 @@ from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment, attend_segments
 from tersekv.kernels.marks import Marks
 from tersekv.kernels.registry import NotTaken, operator
-from tersekv.kernels.softmax import merge_segments, score_bias
+from tersekv.kernels.softmax import merge_segments, prefers_native, score_bias
 
 Where = int | Tensor | Marks
 """Positions or visibility of a segment's tokens. One of:
@@ -264,6 +264,22 @@ def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     if len(parts) == 1:
         return parts[0]
     return merge_segments([out for out, _ in parts], [lse for _, lse in parts])
+
+
+def attend_floats(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    where: Tensor | int | None,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> Tensor | None:
+    """Return `attend` over unpacked tokens by our kernel; None where torch's is faster, or ours does not support it."""
+    if not prefers_native(query, keys, values):
+        return None
+    found: Tensor | None = attend.direct(query, ((keys, values, where),), None, None, None, scaling, softcap, sinks)
+    return found
 
 
 @operator()

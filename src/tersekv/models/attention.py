@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tersekv.attention.read import AttentionCall, attend_chunk
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_floats
 from tersekv.attention.weights import attention_weights
 from tersekv.errors import UserError
-from tersekv.kernels import backends, softmax
 from tersekv.tensors import last_contiguous
 
 OWN = ("softcap", "s_aux")
@@ -93,7 +92,7 @@ def _attend_natively(
     (B, Hq, q, _), (n, H) = query.shape, (keys.shape[2], keys.shape[1])
     sinks = kwargs.get("s_aux")
     learns = torch.is_grad_enabled() and sinks is not None and sinks.requires_grad
-    if dropout or learns or not softmax.prefers_native(query, keys, values) or q * Hq < LEAST_ROWS * H:
+    if dropout or learns or q * Hq < LEAST_ROWS * H:
         return None
     if kwargs.get("output_attentions") or kwargs.get("position_bias") is not None:
         return None
@@ -109,9 +108,7 @@ def _attend_natively(
             return None
         where = None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    limits = scaling, kwargs.get("softcap"), sinks
-    out: Tensor | None = backends.attend.direct(query, ((keys, values, where),), None, None, None, *limits)
-    return out
+    return attend_floats(query, keys, values, where, scaling, kwargs.get("softcap"), sinks)
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

@@ -10,7 +10,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from tersekv.kernels import backends, softmax
+from tersekv.kernels import softmax
+from tersekv.kernels.attend import attend_floats
 
 
 class Lengths(NamedTuple):
@@ -71,10 +72,7 @@ def attend_dense(query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, 
         )
         place = torch.arange(tokens, device=rows.device)
         mask = None if kind.sees_all(tokens) else kind.visible(place[tokens - n :], place)[None]
-        out = None
-        if softmax.prefers_native(rows, key, value):
-            limits = kind.scaling, kind.softcap, kind.sink_logits
-            out = backends.attend.direct(rows, ((key, value, mask),), None, None, None, *limits)
+        out = attend_floats(rows, key, value, mask, kind.scaling, kind.softcap, kind.sink_logits)
         if out is None:
             out = _by_torch(rows, key, value, mask, kind).transpose(1, 2)
         outs.append(out[0])
