@@ -9,8 +9,12 @@ from torch import Tensor
 from vllm import _custom_ops as ops
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, _get_attn_isa
 
+from tersekv.kernels import softmax
 from tersekv.serving.dense import AttentionKind, Lengths, attend_dense
 from tersekv.serving.vllm.backend import ByRecipe
+
+LONG_PROMPT = 1024
+"""Tokens of a request from which our kernel is faster than vLLM's, if that has no AMX."""
 
 SCRATCH_PAGE = 128
 """Tokens per page of the memory in which vLLM's kernel reads unpacked tokens."""
@@ -39,7 +43,7 @@ class _Plan:
 
 
 class VllmDense:
-    """`DenseAttention` by vLLM's own CPU kernel, for all requests in one call."""
+    """`DenseAttention` by vLLM's own CPU kernel, for all requests in one call; of long prompts by ours without AMX."""
 
     def __init__(self) -> None:
         self._plans: dict[int, _Plan] = {}  # by sliding window
@@ -47,7 +51,8 @@ class VllmDense:
     def __call__(self, query: Tensor, keys: Tensor, values: Tensor, lengths: Lengths, kind: AttentionKind) -> Tensor:
         """See `tersekv.serving.dense.DenseAttention`."""
         Hq, D = query.shape[1:]
-        if D not in CPUAttentionBackend.get_supported_head_sizes():
+        ours = max(lengths.tokens) >= LONG_PROMPT and softmax.prefers_native(query, keys, values)
+        if ours or D not in CPUAttentionBackend.get_supported_head_sizes():
             return attend_dense(query, keys, values, lengths, kind)
         window = -1 if kind.window is None else kind.window
         plan = self._plans.get(window)
