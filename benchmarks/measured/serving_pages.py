@@ -7,6 +7,7 @@ from measured.base import Page, Section, cache, estimate, model, rows, table
 from tersekv.lab.evals.tasks.base import Estimate
 
 FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
+ZEN_5 = "serving_speed_zen5.jsonl"
 CACHE_FILES = ("prompt_cache.jsonl", "prompt_cache_qwen.jsonl")
 
 
@@ -76,6 +77,12 @@ def page() -> Page:
                 "Engines in turns in one process, two rounds; the last columns compare with vLLM's own cache. "
                 "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes.",
                 made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
+            ),
+            Section(
+                "Speed on Zen 5",
+                "The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel.",
+                serving.tables(rows(ZEN_5))["speed"], [ZEN_5],
+                command.format("speed --recipes full turboquant:bits=4 kivi:bits=4 --shapes 8x400x129 8x4000x65"),
             ),
             Section(
                 "Under memory pressure",
