@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tersekv.kernels import cpu
 from tersekv.models import attention
 
-pytestmark = pytest.mark.skipif(cpu.why_not_built() is not None, reason=f"{cpu.why_not_built()}")
+pytestmark = pytest.mark.skipif(cpu.why_not_built() is not None or cpu.isa() == "scalar", reason="slower than torch")
 T = 70
 
 
