@@ -4,6 +4,8 @@ import pytest
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import tersekv
+from conftest import prompt
 from tersekv.kernels import cpu
 from tersekv.models import attention
 
@@ -84,3 +86,17 @@ def test_left_to_transformers(why):
     keys, values = (x[:, :, :-1] if why == "no last tokens" else x for x in (keys, values))
     dropout = 0.1 if why == "dropout" else dropout
     assert attention._attend_natively(module, query, keys, values, mask, dropout, scaling, **kwargs) is None
+
+
+def test_a_second_turn_with_a_mask_in_another_order_of_memory(llama):
+    mask = torch.ones(40, 40, dtype=torch.bool).triu().T[None, None].clone(memory_format=torch.preserve_format)
+    mask[..., 20:30, 20:30] = True  # these tokens see each other
+    assert mask.stride(-1) != 1
+    ids = prompt(40)
+    with torch.no_grad(), tersekv.compress(llama, "exact"):
+        cache = tersekv.CompressedCache(llama.config, "exact")
+        llama(ids[:, :10], attention_mask=mask[..., :10, :10], past_key_values=cache)
+        found = llama(ids[:, 10:], attention_mask=mask[..., 10:, :], past_key_values=cache).logits
+    with torch.no_grad():
+        wanted = llama(ids, attention_mask=mask.contiguous()).logits[:, 10:]
+    torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)

@@ -21,6 +21,7 @@ from tersekv.cache.store import Store
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks, Where, finished
 from tersekv.kernels.attend import attend_floats as attend_floats
+from tersekv.tensors import last_contiguous
 
 MOST_READ, LEAST_READ_TOKENS = 1 << 22, 512
 """Elements of keys that are decoded at a time for long chunks, and the least number of tokens."""
@@ -220,7 +221,7 @@ class _Reader:
         keys, _, mask = self.own
         if mask is None:
             mask = masks.causal(self.call.query.shape[2], keys.shape[2], keys.device).expand(len(keys), -1, -1)
-        return mask
+        return last_contiguous(mask)
 
     def dense(self, query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return out and lse over unpacked tokens."""

@@ -50,14 +50,12 @@ class RotatedMean(View):
         return torch.mul(mean, cos).addcmul_(across, sin)
 
     def added_to(self, x: Tensor) -> Tensor:
-        """Return the sum with x float32 [B, H, T, D], which may be changed."""
+        """Return the sum with x float32 [B, H, T, D]."""
         pairs = self.rope.channels(self.mean.shape[-1])
         if pairs is None:
             return x + self.decode()
         mean, cos, across, sin = self._factors(pairs)
-        if len(x) < max(len(mean), len(cos)):
-            return x.addcmul(mean, cos).addcmul_(across, sin)
-        return x.addcmul_(mean, cos).addcmul_(across, sin)
+        return x.addcmul(mean, cos).addcmul_(across, sin)
 
     def _factors(self, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return a, cos, b and sin of a·cos + b·sin, the rotated mean; a and b are [1 or B, H, 1, D]."""
