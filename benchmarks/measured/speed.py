@@ -29,8 +29,9 @@ class Decoding(NamedTuple):
 
 
 def decodings() -> list[Decoding]:
-    """Return the rows of all runs, by CPU, model, dtype and tokens."""
-    return sorted(unsorted_decodings(), key=lambda one: (one.about[:2], one.row.get("context") or one.row["depth"]))
+    """Return the rows of all runs, by CPU, the newest first, then by model, dtype and tokens."""
+    found = sorted(unsorted_decodings(), key=lambda one: (one.about[1], one.row.get("context") or one.row["depth"]))
+    return sorted(found, key=lambda one: one.about[0], reverse=True)
 
 
 def unsorted_decodings() -> Iterator[Decoding]:
