@@ -297,7 +297,7 @@ def test_damaged_files_are_refused(attacked):
 
 
 def test_forged_files_are_refused_or_hold_other_tokens(attacked):
-    """Whoever computes all digests again can write any tokens, because there is no key."""
+    """Digests need no key, so somebody who computes them again can write other tokens."""
     found = forgeries(*attacked, seed=0, count=45)
     assert found["refused"] > 25
 

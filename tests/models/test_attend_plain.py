@@ -43,8 +43,6 @@ def test_like_sdpa(monkeypatch, kwargs):
     if kwargs.get("mask", rest[2]) is not None:
         query = query[:, :, : rest[2].shape[2]]
     wanted = sdpa_attention_forward(module, query, *rest, **kwargs)[0]
-    found = attention._attend_natively(module, query, *rest, **kwargs)
-    torch.testing.assert_close(found, wanted)
     monkeypatch.setattr(attention, "sdpa_attention_forward", None)
     torch.testing.assert_close(attention.attend_plain(module, query, *rest, **kwargs), wanted)
 
@@ -54,38 +52,34 @@ def test_like_sdpa(monkeypatch, kwargs):
 def test_what_sdpa_lacks_is_the_same_with_and_without_our_kernel(monkeypatch, causal, kwargs):
     call, _ = arguments()
     found = attention.attend_tensors(*call, is_causal=causal, **kwargs)[0]
-    monkeypatch.setattr(attention, "_attend_natively", lambda *_, **__: None)
+    monkeypatch.setattr(attention, "_natively", lambda *_, **__: None)
     torch.testing.assert_close(attention.attend_tensors(*call, is_causal=causal, **kwargs)[0], found)
 
 
 def test_compiled_in_one_graph():
-    """Our kernel is no operator that a compiler traces."""
+    """A compiler cannot trace our kernel, so transformers' attention is compiled."""
     call, _ = arguments()
     compiled = torch.compile(attention.attend_plain, backend="eager", fullgraph=True)
     torch.testing.assert_close(compiled(*call), attention.attend_plain(*call))
 
 
-REASONS = [
-    "a bias",
-    "heads differ",
-    "gradient",
-    "dropout",
-    "few rows",
-    "no last tokens",
-    "one query for all",
-    "float64",
-]
+REASONS = ["a bias", "heads differ", "gradient", "few rows", "no last tokens", "one query for all", "float64"]
 
 
 @pytest.mark.parametrize("why", REASONS)
 def test_left_to_transformers(why):
-    (module, query, keys, values, mask, dropout, scaling), kwargs = arguments()
+    (_, query, keys, values, mask, _, scaling), _ = arguments()
     query = query[:1] if why == "one query for all" else query.double() if why == "float64" else query
     mask = {"a bias": torch.randn(2, 1, T, T), "heads differ": window().expand(2, 4, T, T)}.get(why, mask)
     query = query.requires_grad_() if why == "gradient" else query[:, :, :3] if why == "few rows" else query
     keys, values = (x[:, :, :-1] if why == "no last tokens" else x for x in (keys, values))
-    dropout = 0.1 if why == "dropout" else dropout
-    assert attention._attend_natively(module, query, keys, values, mask, dropout, scaling, **kwargs) is None
+    assert attention._natively(query, keys, values, mask, True, scaling) is None
+
+
+def test_dropout_is_left_to_transformers(monkeypatch):
+    (*call, _, scaling), _ = arguments()
+    monkeypatch.setattr(attention, "_natively", None)
+    assert attention.attend_plain(*call, 0.1, scaling).shape == (2, T, 4, 32)
 
 
 def test_a_second_turn_with_a_mask_in_another_order_of_memory(llama):

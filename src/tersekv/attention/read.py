@@ -211,7 +211,9 @@ class _Reader:
             keys, values, mask = self.own
             found = None
             if mask is None and self.call.expand is None and query.shape[3] == keys.shape[2]:
-                found = attend_causal(query, keys, values, self.call.scaling, self.call.softcap)
+                limits = self.call.scaling, self.call.softcap
+                found = attend_floats(query.flatten(1, 2), keys, values, None, *limits, parts=True)
+                found = found or softmax.attend_causal(query, keys, values, *limits)
             results.append(found or self.dense(query, keys, values, self._own_mask()))
         return results
 
@@ -325,20 +327,6 @@ class _Reader:
             return softmax.attend_scores(scores, block.values.inner.floats(torch.float32), mask, *limits)
         value = block.values.inner.floats(query.dtype)
         return softmax.attend_many(rows, block.keys.floats(query.dtype), value, mask, *limits)
-
-
-def attend_causal(
-    query: Tensor, keys: Tensor, values: Tensor, scaling: float, softcap: float | None
-) -> tuple[Tensor, Tensor] | None:
-    """Attention of grouped queries [B, H, G, q, D] over their own q tokens: out [B, H, G·q, Dv] and lse [B, H, G·q],
-    or None if neither our kernel nor torch's fused attention computes it.
-    """
-    if softmax.prefers_native(query, keys, values):
-        own = ((keys, values, None),)
-        found = backends.attend.direct(query.flatten(1, 2), own, None, None, None, scaling, softcap, None, True)
-        if found is not None:
-            return found[0], found[1]
-    return softmax.attend_causal(query, keys, values, scaling, softcap)
 
 
 def _rows(query: Tensor) -> Tensor:

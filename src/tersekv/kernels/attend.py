@@ -229,7 +229,7 @@ def composed(
     B, Hq, q, D = query.shape
     assert mask is hidden is None or all(where is not None for *_, where in exact)
     rows, cut = query.float().reshape(B, H, Hq // H * q, D), Masks(mask, hidden)
-    plain = [Segment(k, v, _causal(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact]
+    plain = [Segment(k, v, _own(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact]
     packed = []
     if pages is not None:
         each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
@@ -255,9 +255,14 @@ def composed(
     return (out, lse) if parts else finished(out, lse, query, sinks)
 
 
-def _causal(q: int, keys: Tensor) -> Tensor:
-    T = keys.shape[2]
-    return torch.ones(1, q, T, dtype=torch.bool, device=keys.device).tril(T - q).expand(len(keys), -1, -1)
+def causal(q: int, T: int, device: torch.device) -> Tensor:
+    """Return the causal mask, bool [1, q, T], with query i at position T − q + i."""
+    return (torch.arange(T, device=device) <= torch.arange(T - q, T, device=device)[:, None])[None]
+
+
+def _own(q: int, keys: Tensor) -> Tensor:
+    """Return the mask of keys [B, H, T, D] that end with the queries' own tokens, bool [B, q, T]."""
+    return causal(q, keys.shape[2], keys.device).expand(len(keys), -1, -1)
 
 
 def _merged(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
@@ -273,13 +278,13 @@ def attend_floats(
     where: Tensor | int | None,
     scaling: float,
     softcap: float | None,
-    sinks: Tensor | None,
-) -> Tensor | None:
+    sinks: Tensor | None = None,
+    parts: bool = False,
+) -> Any:
     """Return `attend` over unpacked tokens by our kernel; None where torch's is faster, or ours does not support it."""
     if not prefers_native(query, keys, values):
         return None
-    found: Tensor | None = attend.direct(query, ((keys, values, where),), None, None, None, scaling, softcap, sinks)
-    return found
+    return attend.direct(query, ((keys, values, where),), None, None, None, scaling, softcap, sinks, parts)
 
 
 @operator()

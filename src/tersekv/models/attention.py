@@ -16,7 +16,7 @@ from tersekv.tensors import last_contiguous
 OWN = ("softcap", "s_aux")
 """Arguments of the attention function that sdpa does not support."""
 
-FLOATS = torch.float32, torch.bfloat16, torch.float16
+QUERY_TYPES = torch.float32, torch.bfloat16, torch.float16
 """Types of queries that our kernel reads."""
 
 LEAST_ROWS = 32
@@ -60,7 +60,10 @@ def attend_plain(
     **kwargs: Any,
 ) -> Tensor:
     """Attend to tensors [B, Hkv, n, D], with dropout and gradients. Returns [B, q, Hq, Dv]."""
-    if (out := _attend_natively(module, query, keys, values, mask, dropout, scaling, **kwargs)) is not None:
+    if (
+        not dropout
+        and (out := _natively(query, keys, values, mask, _is_causal(module, kwargs), scaling, **kwargs)) is not None
+    ):
         return out
     if all(kwargs.get(name) is None for name in OWN) and not kwargs.get("output_attentions"):
         # torch's fused attention for CPUs takes values as wide as keys alone, and its other one holds all scores
@@ -76,39 +79,36 @@ def attend_plain(
     return torch.matmul(weights, values.repeat_interleave(groups, dim=1)).transpose(1, 2).contiguous()
 
 
-def _attend_natively(
-    module: torch.nn.Module,
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scaling: float | None,
-    **kwargs: Any,
+def _natively(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, causal: bool, scaling: float | None, **kwargs: Any
 ) -> Tensor | None:
-    """Return the result of `attend_plain` computed by our kernel; None if it is slower or does not support the call."""
+    """Return `attend_plain` without dropout, computed by our kernel; None if it is slower or does not support the call.
+
+    causal: True if a call without a mask is causal.
+    """
     if torch.compiler.is_compiling() or torch.jit.is_tracing():
         return None
     (B, Hq, q, _), (n, H) = query.shape, (keys.shape[2], keys.shape[1])
     sinks = kwargs.get("s_aux")
     learns = torch.is_grad_enabled() and sinks is not None and sinks.requires_grad
-    if dropout or learns or q * Hq < LEAST_ROWS * H:
+    if learns or q * Hq < LEAST_ROWS * H:
         return None
     if kwargs.get("output_attentions") or kwargs.get("position_bias") is not None:
         return None
-    if query.dtype not in FLOATS or not B == len(keys) == len(values):
+    if query.dtype not in QUERY_TYPES or not B == len(keys) == len(values):
         return None
     where: Tensor | int | None = 0
     if mask is not None:
         if mask.dtype != torch.bool or mask.dim() != 4 or mask.shape[1] != 1 or mask.shape[2:] != (q, n):
             return None
         where = last_contiguous(mask[:, 0]).expand(B, -1, -1)
-    elif q > 1 and _is_causal(module, kwargs):
+    elif q > 1 and causal:
         if q != n:
             return None
         where = None
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return attend_floats(query, keys, values, where, scaling, kwargs.get("softcap"), sinks)
+    out: Tensor | None = attend_floats(query, keys, values, where, scaling, kwargs.get("softcap"), sinks)
+    return out
 
 
 def _is_causal(module: torch.nn.Module, kwargs: dict[str, Any]) -> bool:

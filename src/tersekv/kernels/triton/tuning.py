@@ -1,11 +1,10 @@
 """Launch sizes of a call: chosen once per shape class and layouts, and cached.
 
 The derived choices for sm_90 (H100, H200) follow from the compiled code. With these tiles a
-multiprocessor's shared memory has room for one program, in most cases for two. Elsewhere only grids
-take these tiles (25 to 52 KiB), with a third of the instructions per code, and a program for other
-layouts uses the smallest size, which fits 64 KiB. A kernel that does not fit is made smaller
-(`shrink`). `TABLE` is for
-choices measured by `benchmarks/launch_sizes.py`; it has none yet.
+multiprocessor's shared memory has room for one program, in most cases for two. On other GPUs grids
+take these tiles, too: they need 25 to 52 KiB, and a third of the instructions per code. All other
+layouts take the smallest size there, which fits 64 KiB. If a kernel still does not fit, `shrink`
+makes its tiles smaller. `TABLE` is for choices measured by `benchmarks/launch_sizes.py`; it has none yet.
 """
 
 from __future__ import annotations
