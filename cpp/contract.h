@@ -210,6 +210,7 @@ struct PolarKernel;    // polar_kernel.h
 struct RopeKernel;     // rope_kernel.h
 struct EncodeTrellis;  // encode_trellis.h
 struct BasisProduct;   // basis.h
+struct HeadMatrix;     // basis.h
 
 struct Scores {
   float scaling = 1.0f, softcap = 0.0f;  // softcap 0: none
@@ -238,6 +239,11 @@ struct Call {
   const View *keys = nullptr, *values = nullptr;
   bool shared = false;  // values are the first Dv channels of the keys
   bool tiles = false;   // a tile of tokens at a time is decoded for all rows of a task
+  // In tiles, packed keys are linear in the views' channels, of which the first `mapped` are components of this matrix.
+  // If `adds_mean`, they are a view's channels, and a second view of as many is added to them.
+  const HeadMatrix* map = nullptr;
+  int64_t mapped = 0;
+  bool adds_mean = false;
   // [B, H, R, start_stride], scores that are added to those of the keys; null: none
   const float* start = nullptr;
   int64_t start_stride = 0;

@@ -1,18 +1,19 @@
 // The task of a call: for each chunk of tokens compute scores, softmax and value sums.
 #pragma once
 
+#include <optional>
+
 #include "build.h"
 #include "decode.h"
+#include "key_tiles.h"
 #include "marked_mean.h"
 #include "online_softmax.h"
-#include "row_product.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
 constexpr int64_t kTileElements = 1 << 15;  // of the keys and values that are decoded at a time
 constexpr int64_t kTileTokens = 256, kLeastTileTokens = 64;
-constexpr int64_t kTileRows = 32;  // query rows whose scores of a tile nearly fit the L1 cache
 
 // Call body(row, rows) for tiles of at most four rows; tiles are as equal in size as possible.
 template <class Body>
@@ -166,6 +167,7 @@ inline const DenseView* floats_of(const View& view) {
 
 // True if the values are the first channels of the keys.
 inline bool are_shared(const Call& call) {
+  if (call.adds_mean) return false;
   const DenseView *keys = floats_of(*call.keys), &values = call.values->dense;
   if (call.shared || !keys || call.values->kind != Kind::exact || call.Dv > call.D) return call.shared;
   return keys->data == values.data && keys->type == values.type && keys->stride_b == values.stride_b &&
@@ -174,18 +176,17 @@ inline bool are_shared(const Call& call) {
 
 // Attend tile by tile: decode a tile of tokens of any layout, and multiply it with all query rows of the task. Hidden
 // tokens of a tile must be finite. Values that are the first channels of their keys are decoded once. Products are of
-// bfloat16 where the model's are, and where tokens are packed, because a code of up to 8 bits is further from its
-// number than bfloat16 is.
+// bfloat16 where the model's are, and with latents, because a code of up to 8 bits is further from its number than
+// bfloat16 is.
 template <class S>
 void attend_tiles(const Call& call, const Task& task) {
-  const bool shared = are_shared(call);
+  const bool shared = are_shared(call), packed = !shared && call.keys->kind != Kind::exact;
   const int64_t unit = call.tokens_per_unit, D = call.D, Dv = call.Dv;
   const int64_t width = round_up(D, kLanes), out_width = round_up(Dv, kLanes);
   int64_t wanted = least(kTileTokens, kTileElements / (width + out_width) / kLanes * kLanes);
   if (wanted < kLeastTileTokens) wanted = kLeastTileTokens;
   const int64_t chunk = unit >= wanted ? unit : wanted / unit * unit, most = round_up(chunk, kLanes);
-  const DenseView* floats = floats_of(*call.keys);
-  const bool rounds = call.rounded_rows && (!floats || call.rounded_query);
+  const bool rounds = call.rounded_rows && (call.rounded_query || (call.shared && !floats_of(*call.keys)));
   // Queries of bfloat16 are scaled by a power of two, so that they are not rounded again.
   const bool twice = rounds && call.rounded_query;
   const float scaling = twice ? power_of_two(call.scores.scaling) : call.scores.scaling;
@@ -202,6 +203,8 @@ void attend_tiles(const Call& call, const Task& task) {
   float *tile = scratch(((widest > unit ? widest : unit) + kTileSlack) * kLanes), *rows = scratch(most * widest);
   float *key_panels = scratch(most * width), *value_panels = scratch(most * out_width);
   float* words = scratch(kTileRows * (width > most ? width : most));
+  std::optional<KeyTiles<S>> turned;
+  if (packed) turned.emplace(call, product, keys, most);
   const int64_t end = task.last * unit;
   const auto decode = [&](const Node& node, bool of_keys, int64_t t0, int64_t t1, int64_t D, int64_t stride) {
     if (D < stride) clear(rows, (t1 - t0) * stride);
@@ -214,8 +217,12 @@ void attend_tiles(const Call& call, const Task& task) {
     if (!now.there || !Visible(call, task, 0, task.rows, t0, t1).any()) continue;
     shift = now.shift;
     const int64_t count = t1 - t0, tokens = round_up(count, kLanes);
-    decode(keys, !shared, t0, t1, D, width);
-    product.pack_keys(rows, width, tokens, width, key_panels);
+    if (packed) {
+      turned->pack(t0 + shift, t1 + shift, words, key_panels);
+    } else {
+      decode(keys, !shared, t0, t1, D, width);
+      product.pack_keys(rows, width, tokens, width, key_panels);
+    }
     if (!shared) decode(values, false, t0, t1, Dv, out_width);
     product.pack_values(rows, shared ? width : out_width, out_width, tokens, value_panels);
     for (int64_t row = 0; row < task.rows; row += kTileRows) {

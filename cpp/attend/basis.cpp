@@ -1,33 +1,14 @@
 // Products with a basis, compiled once per instruction set.
-#include "basis.h"
-
+#include "basis_rows.h"
 #include "build.h"
-#include "node.h"
 
 namespace tersekv {
 namespace {  // internal to each build
-
-constexpr int kOffset = 32;
-
-using Ints = int32_t __attribute__((vector_size(4 * kLanes)));
-using Floats = float __attribute__((vector_size(4 * kLanes), aligned(4), may_alias));
 
 inline void swap(double& a, double& b) {
   const double kept = a;
   a = b;
   b = kept;
-}
-
-inline Floats& at(float* x) { return *reinterpret_cast<Floats*>(x); }
-inline const Floats& at(const float* x) { return *reinterpret_cast<const Floats*>(x); }
-
-// Unpack sixteen entries of 6 bits from twelve bytes.
-inline Floats unpack(const uint8_t* codes) {
-  constexpr Ints shift = {0, 6, 12, 18, 0, 6, 12, 18, 0, 6, 12, 18, 0, 6, 12, 18};
-  const auto word = [&](int i) { return codes[3 * i] | codes[3 * i + 1] << 8 | codes[3 * i + 2] << 16; };
-  const int a = word(0), b = word(1), c = word(2), d = word(3);
-  const Ints words = {a, a, a, a, b, b, b, b, c, c, c, c, d, d, d, d};
-  return __builtin_convertvector((words >> shift & 63) - kOffset, Floats);
 }
 
 // Vectors of columns whose sums stay in registers.
@@ -52,30 +33,6 @@ void multiply_tile(const float* x, int64_t x_stride, const float* w, int64_t D, 
   });
 }
 
-// Unpack a head's matrix. combine: its rows are w's rows, else its columns are.
-void unpack_matrix(const BasisProduct& call, int64_t b, int64_t h, int64_t width, float* w) {
-  const int64_t D = call.D;
-  const HeadMatrix& of = call.matrix;
-  const float* dense = of.codes ? nullptr : of.dense + b * of.dense_b + h * of.dense_h;
-  const uint8_t* codes = of.codes ? of.codes + b * of.codes_b + h * of.codes_h : nullptr;
-  for (int64_t i = 0; i < D * width; i++) w[i] = 0.0f;
-  // Blocks of sixteen rows, so that a transposed block fills whole cache lines.
-  for (int64_t d0 = 0; d0 < D; d0 += kLanes)
-    for (int64_t c = 0; c < D; c += kLanes)
-      for (int64_t d = d0; d < d0 + kLanes && d < D; d++) {
-        const int64_t n = D - c < kLanes ? D - c : kLanes;
-        alignas(64) float entries[kLanes];
-        if (codes)
-          at(entries) = unpack(codes + (d * D + c) * 3 / 4);
-        else
-          for (int64_t i = 0; i < n; i++) entries[i] = dense[d * D + c + i];
-        if (call.combine)
-          for (int64_t i = 0; i < n; i++) w[d * width + c + i] = entries[i];
-        else
-          for (int64_t i = 0; i < n; i++) w[(c + i) * width + d] = entries[i];
-      }
-}
-
 // Multiply the vectors of one head, of the batch rows of a task.
 void multiply_head(const BasisProduct& call, int64_t task) {
   const int64_t R = call.R, D = call.D, width = round_up(D, kLanes), h = task % call.H;
@@ -85,10 +42,8 @@ void multiply_head(const BasisProduct& call, int64_t task) {
   reset_scratch();
   float *w = scratch(D * width), *channel = scratch(width);
   float *in = scratch(kRowTile * D), *out = scratch(kRowTile * width);
-  unpack_matrix(call, from, h, width, w);
-  for (int64_t c = 0; c < width; c++)
-    channel[c] =
-        c < D && of.codes ? float_at(of.type, of.channels, from * of.channels_b + h * of.channels_h + c) : 1.0f;
+  unpack_matrix(of, call.combine, from, h, D, width, w);
+  for (int64_t c = 0; c < width; c++) channel[c] = c < D ? channel_of(of, from, h, c) : 1.0f;
   const auto vector = [&](int64_t i) { return ((from + i / R) * call.H + h) * R + i % R; };
   const int64_t count = (to - from) * R;
   for (int64_t first = 0; first < count; first += kRowTile) {
@@ -140,7 +95,7 @@ void invert_head(const BasisProduct& call, int64_t task) {
       for (int i = 0; i < kLanes; i++) matrix[(c + i) * D + d] = static_cast<double>(entries[i]);
     }
   for (int64_t c = 0; c < D; c++) {
-    const double channel = float_at(of.type, of.channels, b * of.channels_b + h * of.channels_h + c);
+    const double channel = channel_of(of, b, h, c);
     for (int64_t i = 0; i < width; i++)
       vectors[c * width + i] = i < n ? static_cast<double>(x[i * call.x_stride + c]) / channel : 0.0;
   }

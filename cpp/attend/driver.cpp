@@ -14,10 +14,11 @@
 namespace tersekv {
 namespace {
 
-constexpr int64_t kRowBlock = 32;        // rows whose scores fit the L2 cache
-constexpr int64_t kTilesRowBlock = 512;  // rows for which a tile of tokens is decoded once
-constexpr int64_t kTilesLeastRows = 32;  // rows from which it pays to pack floats into panels
-constexpr double kTaskNs = 15000.0;      // minimum duration of a task
+constexpr int64_t kRowBlock = 32;         // rows whose scores fit the L2 cache
+constexpr int64_t kTilesRowBlock = 512;   // rows for which a tile of tokens is packed once
+constexpr int64_t kCodedRowBlock = 2048;  // the same for a tile that is decoded
+constexpr int64_t kTilesLeastRows = 32;   // rows from which it pays to pack floats into panels
+constexpr double kTaskNs = 15000.0;       // minimum duration of a task
 
 constexpr int64_t kFewRows = 8;  // up to so many, decoding packed tokens takes longer than products with the rows
 
@@ -39,7 +40,11 @@ struct HeadTasks {
   int64_t first = 0, block, row_blocks, splits = 1;
 
   explicit HeadTasks(const Call& of)
-      : call(&of), block(of.tiles ? kTilesRowBlock : kRowBlock), row_blocks(ceil_div(of.R, block)) {}
+      : call(&of),
+        block(!of.tiles                      ? kRowBlock
+              : of.keys->kind == Kind::exact ? kTilesRowBlock
+                                             : kCodedRowBlock),
+        row_blocks(ceil_div(of.R, block)) {}
   int64_t heads() const { return call->B * call->H; }
   int64_t tasks() const { return heads() * row_blocks * splits; }
   int64_t split_of(int64_t index) const { return index / heads() / row_blocks; }
@@ -228,8 +233,8 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     call.trellis = current().trellis;
     call.rope = current().rope;
     call.polar = current().polar;
-    call.tiles = call.shared || (call.R >= kTilesLeastRows && !call.start && call.keys->kind == Kind::exact &&
-                                 call.values->kind == Kind::exact);
+    call.tiles |= call.shared ||
+                  (call.R >= kTilesLeastRows && call.keys->kind == Kind::exact && call.values->kind == Kind::exact);
     all.calls.emplace_back(call);
     ns += all.calls.back().ns;
   }

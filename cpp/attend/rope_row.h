@@ -59,7 +59,7 @@ inline void list_places(Node& node) {
 
 // Cosines and sines of the next kLanes tokens after a position: [columns][kLanes] each.
 struct NearSteps {
-  float *cos, *sin;
+  float *cos = nullptr, *sin = nullptr;
 };
 
 template <class S>
@@ -71,6 +71,56 @@ NearSteps near_steps(const RopeView& rope) {
     S::transpose(rope.table + C + i, 2 * C, out.sin + i * kLanes, kLanes);
   }
   return out;
+}
+
+// Columns of cosines and sines that a task reads, and what it needs to compute them.
+struct RopeLanes {
+  const int32_t* column = nullptr;  // those of cosines first
+  int64_t cos = 0, columns = 0;     // number of columns of cosines, and of all
+  NearSteps near;                   // if positions are consecutive
+  float* room = nullptr;            // for a RopeRow
+  float* tile = nullptr;            // [columns][kLanes], for the angles of sixteen tokens
+};
+
+template <class S>
+RopeLanes rope_lanes(const RopeView& rope, const int32_t* column, int64_t cos, int64_t columns) {
+  const bool steps = rope.consecutive && rope.digits > 1;
+  return {column,
+          cos,
+          columns,
+          steps ? near_steps<S>(rope) : NearSteps{},
+          scratch(2 * rope.columns),
+          scratch(columns * kLanes)};
+}
+
+// Compute cosines and sines of `count` (at most kLanes) tokens, whose numbers count from the row's first token:
+// out[column][token], columns `stride` floats apart.
+template <class S>
+void rope_angles(const Node& node, const RopeLanes& of, int64_t token, int64_t count, float* out, int64_t stride) {
+  const RopeView& rope = node.view->rope;
+  if (!of.near.cos) {
+    const int32_t* places = node.places ? node.places - node.task->first * node.call->tokens_per_unit + token : nullptr;
+    for (int64_t t = 0; t < count; t++) {
+      const RopeRow row = rope_row<S>(rope, places ? places[t] : place_of(rope, node.b, node.h, token + t), of.room);
+      for (int64_t k = 0; k < of.columns; k++) out[k * stride + t] = (k < of.cos ? row.cos : row.sin)[of.column[k]];
+    }
+    return;
+  }
+  const RopeRow row = rope_row<S>(rope, place_of(rope, node.b, node.h, token), of.room);
+  for (int64_t k = 0; k < of.columns; k++, out += stride) {
+    const int64_t c = of.column[k];
+    const auto x = S::set1(row.cos[c]), y = S::set1(row.sin[c]);
+    const auto near_cos = S::load(of.near.cos + c * kLanes), near_sin = S::load(of.near.sin + c * kLanes);
+    const auto value =
+        k < of.cos ? S::negative_fma(y, near_sin, S::mul(x, near_cos)) : S::fma(x, near_sin, S::mul(y, near_cos));
+    if (count == kLanes) {
+      S::store(out, value);
+      continue;
+    }
+    alignas(64) float lanes[kLanes];
+    S::store(lanes, value);
+    for (int64_t t = 0; t < count; t++) out[t] = lanes[t];
+  }
 }
 
 }  // namespace

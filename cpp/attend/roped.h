@@ -27,6 +27,7 @@ struct RopedOwn {
   int64_t pair_count, plain_count, tile_floats;
   float* tile;      // kRopedTiles tiles
   RopedGrid* grid;  // roped_grid.h; null: decode into tiles
+  RopeLanes lanes;  // without queries
 };
 
 // Columns of cos and sin that are read, each once; those of cos first.
@@ -57,36 +58,9 @@ void rope_tables(Node& node, const int32_t* column, int64_t cos, int64_t count) 
   float* tables = kept_scratch({node.call->id, of_b, of_h, first}, count * tokens, filled);
   node.lanes = tables;
   if (filled) return;
-  const bool offsets = rope.consecutive && rope.digits > 1;
-  float* room = scratch(2 * rope.columns);
-  const NearSteps near = offsets ? near_steps<S>(rope) : NearSteps{};
-  for (int64_t t0 = 0; t0 < tokens; t0 += kLanes) {
-    const int64_t n = tokens - t0 < kLanes ? tokens - t0 : kLanes;
-    float* out = tables + t0;
-    if (!offsets) {
-      for (int64_t t = 0; t < n; t++) {
-        const int64_t place = node.places ? node.places[t0 + t] : place_of(rope, node.b, node.h, first + t0 + t);
-        const RopeRow row = rope_row<S>(rope, place, room);
-        for (int64_t k = 0; k < count; k++) out[k * tokens + t] = (k < cos ? row.cos : row.sin)[column[k]];
-      }
-      continue;
-    }
-    const RopeRow row = rope_row<S>(rope, place_of(rope, node.b, node.h, first + t0), room);
-    for (int64_t k = 0; k < count; k++, out += tokens) {
-      const int64_t c = column[k];
-      const auto x = S::set1(row.cos[c]), y = S::set1(row.sin[c]);
-      const auto near_cos = S::load(near.cos + c * kLanes), near_sin = S::load(near.sin + c * kLanes);
-      const auto value =
-          k < cos ? S::negative_fma(y, near_sin, S::mul(x, near_cos)) : S::fma(x, near_sin, S::mul(y, near_cos));
-      if (n == kLanes) {
-        S::store(out, value);
-        continue;
-      }
-      alignas(64) float lanes[kLanes];
-      S::store(lanes, value);
-      for (int64_t t = 0; t < n; t++) out[t] = lanes[t];
-    }
-  }
+  const RopeLanes lanes = rope_lanes<S>(rope, column, cos, count);
+  for (int64_t t0 = 0; t0 < tokens; t0 += kLanes)
+    rope_angles<S>(node, lanes, first + t0, tokens - t0 < kLanes ? tokens - t0 : kLanes, tables + t0, tokens);
 }
 
 // List the pairs and the columns that the task reads.

@@ -250,6 +250,10 @@ template <class S>
 void roped_prepare(Node& node) {
   prepare_parts<S>(node);
   RopedOwn& own = *prepare_pairs(node);
+  if (!node.query) {
+    own.lanes = rope_lanes<S>(node.view->rope, own.column, own.cos, own.columns);
+    return;
+  }
   own.grid = roped_grid(node);
   if (!own.grid || !own.grid->fast) rope_tables<S>(node, own.column, own.cos, own.columns);
 }
@@ -276,9 +280,26 @@ void roped_scores(const Node& node, Span span, float* score, int64_t score_strid
   }
 }
 
+template <class S>
+void roped_tile(const Node& node, int64_t token, int64_t count, float* tile) {
+  const RopedOwn& own = *static_cast<RopedOwn*>(node.own);
+  layout_of<S>(node.parts[0]).decode_tile(node.parts[0], token, count, own.tile);
+  const float* angles = own.lanes.tile;
+  rope_angles<S>(node, own.lanes, token - *node.shift, count, own.lanes.tile, kLanes);
+  const auto angle = [&](int32_t column) TERSEKV_INLINE { return S::load(angles + column * kLanes); };
+  for (int64_t i = 0; i < own.pair_count; i++) {
+    const RopePair& pair = own.pairs[i];
+    const auto a = S::load(own.tile + pair.a * kLanes), b = S::load(own.tile + pair.b * kLanes);
+    S::store(tile + pair.a * kLanes, S::negative_fma(b, angle(pair.sin_a), S::mul(a, angle(pair.cos_a))));
+    S::store(tile + pair.b * kLanes, S::fma(a, angle(pair.sin_b), S::mul(b, angle(pair.cos_b))));
+  }
+  for (int64_t i = 0; i < own.plain_count; i++)
+    S::store(tile + own.plain[i] * kLanes, S::load(own.tile + own.plain[i] * kLanes));
+}
+
 // RoPE is outermost, and never of values.
 template <class S>
-constexpr Layout kRoped{Kind::roped, roped_prepare<S>, roped_scores<S>, nullptr, nullptr};
+constexpr Layout kRoped{Kind::roped, roped_prepare<S>, roped_scores<S>, nullptr, roped_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

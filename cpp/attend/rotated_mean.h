@@ -16,13 +16,15 @@ namespace {  // internal to each build of the kernels
 struct RotatedMeanOwn {
   // [rows][columns that are read]; with offsets [rows][2][width], those of cos and of sin by pair
   float* coefficients;
-  int64_t width;    // pairs of the offsets, rounded up to whole vectors
-  float* rotated;   // [4][width]: cos and sin of a token, and coefficients rotated by it
-  float* constant;  // [rows], score of the channels without rotation
-  float* stepped;   // [kRowTile][rows of the offset table], for one block of tokens
-  int16_t* words;   // the same as int16, or null
-  float* block;     // [kRowTile][M], scores of a block of positions, or null if tokens are consecutive
-  float* row;       // [2][columns]: room for cosines and sines of a token
+  int64_t width;      // pairs of the offsets, rounded up to whole vectors
+  float* rotated;     // [4][width]: cos and sin of a token, and coefficients rotated by it
+  float* constant;    // [rows], score of the channels without rotation
+  float* stepped;     // [kRowTile][rows of the offset table], for one block of tokens
+  int16_t* words;     // the same as int16, or null
+  float* block;       // [kRowTile][M], scores of a block of positions, or null if tokens are consecutive
+  float* row;         // [2][columns]: room for cosines and sines of a token
+  const float* mean;  // [D]
+  RopeLanes lanes;    // without queries
 };
 
 // Compute the coefficients of steps from a position on.
@@ -73,13 +75,18 @@ void rotated_mean_prepare(Node& node) {
   auto* own = scratch_of<RotatedMeanOwn>();
   node.own = own;
   list_places(node);
+  const float* x = float_row<S>(view.dense.type, view.dense.data,
+                                node.b * view.dense.stride_b + node.h * view.dense.stride_h, view.D);
+  own->mean = x;
+  if (!node.query) {
+    own->lanes = rope_lanes<S>(rope, rope.read, rope.reads_cos, rope.reads);
+    return;
+  }
   own->width = rope.offsets ? round_up(rope.offsets->pairs(), kLanes) : 0;
   own->words = nullptr;
   const int64_t reads = rope.offsets ? 2 * own->width : rope.reads;
   own->coefficients = scratch(node.rows * reads);
   own->constant = scratch(node.rows);
-  const float* x = float_row<S>(view.dense.type, view.dense.data,
-                                node.b * view.dense.stride_b + node.h * view.dense.stride_h, view.D);
   for (int64_t r = 0; r < node.rows; r++) {
     float *of = own->coefficients + r * reads, constant = 0.0f;
     clear(of, reads);
@@ -203,9 +210,28 @@ void rotated_mean_scores(const Node& node, Span span, float* score, int64_t scor
   }
 }
 
-// Never values, and never part of a view that is decoded.
 template <class S>
-constexpr Layout kRotatedMean{Kind::rotated_mean, rotated_mean_prepare<S>, rotated_mean_scores<S>, nullptr, nullptr};
+void rotated_mean_tile(const Node& node, int64_t token, int64_t count, float* tile) {
+  const RotatedMeanOwn& own = *static_cast<RotatedMeanOwn*>(node.own);
+  const RopeView& rope = node.view->rope;
+  const float *mean = own.mean, *angles = own.lanes.tile;
+  rope_angles<S>(node, own.lanes, token - *node.shift, count, own.lanes.tile, kLanes);
+  for (int64_t d = 0; d < node.view->D; d++, tile += kLanes) {
+    const RopeChannel& channel = rope.channels[d];
+    auto x = S::set1(mean[d]);
+    if (channel.partner >= 0) {
+      const auto across = S::set1(static_cast<float>(channel.sign) * mean[channel.partner]);
+      x = S::fma(across, S::load(angles + rope.rotated[d].sin * kLanes),
+                 S::mul(x, S::load(angles + rope.rotated[d].cos * kLanes)));
+    }
+    S::store(tile, x);
+  }
+}
+
+// Never values.
+template <class S>
+constexpr Layout kRotatedMean{Kind::rotated_mean, rotated_mean_prepare<S>, rotated_mean_scores<S>, nullptr,
+                              rotated_mean_tile<S>};
 
 }  // namespace
 }  // namespace tersekv

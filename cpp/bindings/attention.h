@@ -15,6 +15,8 @@
 
 namespace tersekv {
 
+constexpr int64_t kTilesLeastRows = 65;  // rows from which packed tokens are decoded in tiles
+
 // Most bytes of scores of rotated means that a call keeps. Each task computes its own beyond that.
 constexpr int64_t kMostMeanBytes = int64_t{1} << 26;
 
@@ -88,28 +90,16 @@ class Attention {
   // with `page_tokens`.
   void add(const NativePages& pages, nb::handle where, nb::handle table, int64_t page_tokens, int threads) {
     const int64_t D = pages.calls[0].D, inner = pages.keeps_query ? D / 2 : D;
-    const float* rows = rows_;
-    if (pages.query.given() || pages.keeps_query) {
-      if (inner != D_)
-        fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(inner));
-      memory_.emplace_back(B_ * H_ * R_ * D);
-      float* out = memory_.back().data();
-      if (pages.query.given()) multiply({B_, H_, R_, pages.mapped, false, pages.query, rows_, D_, out, D}, threads);
-      for (int64_t r = 0; r < B_ * H_ * R_; r++) {
-        const int64_t done = pages.query.given() ? pages.mapped : 0;
-        std::copy_n(rows_ + r * D_ + done, inner - done, out + r * D + done);
-        if (pages.keeps_query) std::copy_n(rows_ + r * D_, inner, out + r * D + inner);
-      }
-      rows = out;
-    } else if (D != D_) {
-      fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(D));
-    }
+    if (inner != D_)
+      fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(inner));
+    const bool tiles = R_ >= kTilesLeastRows && pages.tiled;
+    const float* rows = tiles && !pages.corrected ? rows_ : mapped(pages, threads);
     map_ = pages.output;
     map_.first = calls_.size();
-    if (table.is_none()) share_means(pages, rows, D);
+    if (table.is_none() && !tiles) share_means(pages, rows, D);
     for (size_t i = 0; i < pages.calls.size(); i++) {
       Call call = pages.calls[i];
-      start(call, rows);
+      start(call, tiles ? rows_ : rows);
       call.scores.bias = bias_of(pages, i, rows, D);
       if (!table.is_none()) take_table(call, table, page_tokens);
       const nb::handle own = where.is_none() ? where : nb::handle(item(where, static_cast<Py_ssize_t>(i)));
@@ -120,7 +110,13 @@ class Attention {
       else
         masks_.locate_from(call, pages.first[i]);
       check_units(call);
-      if (const auto [mean, set] = pages.shared[i]; mean >= 0 && !means_.empty()) {
+      if (tiles) {
+        call.tiles = true;
+        call.D = D_;
+        call.adds_mean = pages.keeps_query;
+        if (pages.query.given()) call.map = &pages.query;
+        call.mapped = call.map ? pages.mapped : 0;
+      } else if (const auto [mean, set] = pages.shared[i]; mean >= 0 && !means_.empty()) {
         const MarkedScores& from = means_[mean].sets[set];
         call.start_marks = &call.keys->parts[1].rope.marks;
         call.start = from.score + call.start_marks->skip;
@@ -182,6 +178,22 @@ class Attention {
     call.query = rows;
     call.rounded_query = query_.type == Type::bf16;
     call.scores = scores_;
+  }
+
+  // Return the queries of pages [B, H, R, D of their views]: mapped, and then the queries themselves if pages keep
+  // them.
+  const float* mapped(const NativePages& pages, int threads) {
+    const int64_t D = pages.calls[0].D, inner = pages.keeps_query ? D / 2 : D;
+    if (!pages.query.given() && !pages.keeps_query) return rows_;
+    memory_.emplace_back(B_ * H_ * R_ * D);
+    float* out = memory_.back().data();
+    if (pages.query.given()) multiply({B_, H_, R_, pages.mapped, false, pages.query, rows_, D_, out, D}, threads);
+    const int64_t done = pages.query.given() ? pages.mapped : 0;
+    for (int64_t r = 0; r < B_ * H_ * R_; r++) {
+      std::copy_n(rows_ + r * D_ + done, inner - done, out + r * D + done);
+      if (pages.keeps_query) std::copy_n(rows_ + r * D_, inner, out + r * D + inner);
+    }
+    return out;
   }
 
   // Return the bias of a page's scores, or null. Pages with the same correction share it.

@@ -155,6 +155,13 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
     const int64_t inner = keeps_query ? D / 2 : D;
     expect("", "correction", x, {{"B", x.dims == 3 && x.shape[0] == 1 ? 1 : made->B}, {"H", made->H}, {"D", inner}}, 2);
     of = {x.as<float>(), batch_stride(x), x.stride[1]};
+    made->corrected = true;
+  }
+  made->tiled = !shared;
+  for (const Call& call : made->calls) {
+    const View& view = *call.keys;
+    const bool with_mean = view.kind == Kind::concat && view.count == 2 && view.parts[1].kind == Kind::rotated_mean;
+    made->tiled &= view.kind != Kind::exact && (!keeps_query || (with_mean && 2 * view.parts[0].D == D));
   }
   return made.release();
 }
@@ -210,7 +217,7 @@ constexpr int64_t kDecodedAtOnce = 256;  // tokens of a task, whose rows fit the
 
 // out: float32 or bfloat16 [B, H, T, D], fresh and contiguous.
 void py_decode(const NativeView& view, nb::handle out, int threads) {
-  if (view.has_rope || view.view.kind == Kind::exact) throw NotTaken("only packed tokens without RoPE are decoded");
+  if (view.view.kind == Kind::exact) throw NotTaken("only packed tokens are decoded");
   view.check_unmoved();
   const Tensor to = tensor_of("out", out, kFloats);
   if (to.dims != 4) fail("out: ", "expected [B, H, T, D]");

@@ -37,6 +37,8 @@ struct NativePages {
   bool keeps_query = false;  // the query itself is appended to the mapped query
   OutputMap output;
   std::vector<Correction> corrections;  // of each page
+  bool corrected = false;               // some page has a correction
+  bool tiled = false;                   // tiles of their keys can be mapped back to the model's channels
   int64_t B = 1, H = 0;
 
   void check_unmoved() const {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packed_views import FORMATS, packed, rope, tokens
+from packed_views import FORMATS, packed, rope, roped, tokens
 from tersekv.kernels import backends
 from tersekv.kernels.attend_packed import decoded
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
@@ -34,6 +34,17 @@ def test_layouts(isa, shape, name, side):  # noqa: F811
         rounded = backends.decode(operand, dtype)
         assert rounded.dtype == dtype
         assert torch.equal(rounded, found.to(dtype))
+
+
+@pytest.mark.parametrize("rows", ["shared", "per row", "per head"])
+@pytest.mark.parametrize("name", ["grid", "sparse", "signs", "polar", "joined"])
+def test_keys_before_rope(isa, name, rows):  # noqa: F811
+    torch.manual_seed(0)
+    view = roped(packed(name, "keys", tokens(2, 3, 192, 64)), "halves", 64, 192, rows)
+    found, wanted = backends.decode.direct(view.operand, torch.float32), view.decode()
+    assert found is not None
+    torch.testing.assert_close(found.expand_as(wanted), wanted, rtol=0, atol=2 * ROUNDING * float(wanted.abs().max()))
+    assert torch.equal(view.floats(torch.bfloat16), found.bfloat16())
 
 
 @pytest.mark.parametrize("name", ["grid", "trellis"])

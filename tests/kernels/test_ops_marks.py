@@ -76,16 +76,16 @@ def both(pages: PackedPages, mask: Tensor | None, hidden: Tensor | None, q: int)
     return cpu_attend.attend(*args), attend_operator.attend.reference(*args)
 
 
-@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(("threads", "q"), [(1, 1), (3, 1), (3, 14)])
 @pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padded"])
 @pytest.mark.parametrize(("n", "high"), [(4096, 1024), (1288, 500), (64, 3), (8, 8)])
 @pytest.mark.parametrize("kind", ["mean", "roped", "plain"])
-def test_kernels_equal_the_reference(isa, kind, n, high, padding, threads):  # noqa: F811
+def test_kernels_equal_the_reference(isa, kind, n, high, padding, threads, q):  # noqa: F811
     torch.manual_seed(n)
     torch.set_num_threads(threads)  # `one_thread` resets it
     pages = pages_of(n, high, kind, padding)
     for _ in range(2):  # the second call has the arguments of the first
-        got, wanted = both(pages, None, None if padding is None else padding + FIRST, 1)
+        got, wanted = both(pages, None, None if padding is None else padding + FIRST, q)
         assert (got - wanted).norm() <= 2e-3 * wanted.norm()
 
 

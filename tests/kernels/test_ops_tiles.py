@@ -1,4 +1,4 @@
-"""Attention of many queries over tiles of unpacked tokens, on every instruction set, against float64.
+"""Attention of many queries over tiles of tokens, on every instruction set, against float64.
 
 Queries and keys of 16 bits are multiplied exactly, so only the weights are rounded, to bfloat16: an output is
 off by at most 2⁻⁸·Σ weight·|value|. In float32 the bound is some ulps.
@@ -7,9 +7,12 @@ off by at most 2⁻⁸·Σ weight·|value|. In float32 the bound is some ulps.
 import pytest
 import torch
 
+from packed_views import FORMATS, packed, rope, roped, tokens
 from tersekv.errors import UserError
 from tersekv.kernels import backends, cpu, softmax
+from tersekv.kernels.attend import PackedPages
 from tersekv.kernels.cpu import attend as cpu_attend
+from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from test_ops_parity import isa, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 
 SHAPES = [  # B, H, G, q, T, D, Dv
@@ -71,6 +74,48 @@ def test_parity(isa, shape, dtype, kind, softcap):  # noqa: F811
     torch.testing.assert_close(whole, out.view(B, H * G, q, Dv).transpose(1, 2).to(dtype), rtol=0, atol=0)
     reference = backends.attend.reference(query, segments, None, None, None, scaling, softcap, None, True)
     torch.testing.assert_close(out, reference[0], atol=3 * rounding * float(size.amax()) + 2e-6, rtol=0)
+
+
+def coded_keys(name, kind, x):
+    """Return a view of keys x, coded alone, before RoPE at positions in order or scattered, or without their mean."""
+    (_, H, T, D), view = x.shape, packed(name, "keys", x)
+    if kind == "plain":
+        return view
+    if kind != "mean":
+        return roped(view, "halves" if kind == "roped" else "pairs", D, T, "shared" if kind == "roped" else "per row")
+    of = rope("halves", D)
+    return MeanRemoved(view, RotatedMean(torch.randn(1, H, D), of, of.angles(5, T)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["plain", "roped", "roped by row", "mean"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_packed_tokens(isa, name, kind, dtype):  # noqa: F811
+    """Codes of every layout are decoded in tiles, next to exact tokens, with a mask that hides whole tiles.
+
+    In float32 the error is some ulps. In bfloat16 a score is a sum of products that are each rounded up to four times
+    (component, basis, key, query), independently; and a weight is rounded too.
+    """
+    torch.manual_seed(len(name))
+    B, H, G, q, T, D = 2, 2, 3, 30, 320, 64
+    keys, values = coded_keys(name, kind, tokens(B, H, T, D)), packed(name, "values", tokens(B, H, T, D))
+    operands = [keys.inner.operand], [values.inner.operand]
+    pages = PackedPages(*operands, [3], [T], (keys.linear, values.linear), H)
+    query = (0.3 * torch.randn(B, H * G, q, D)).to(dtype)
+    mask = torch.rand(B, q, T + 3) > 0.3
+    mask[0, :, 10:290] = False
+    mask[1, 4] = False
+    own = torch.randn(B, H, 3, D), torch.randn(B, H, 3, D), 0
+    args = query, (own,), pages, mask, torch.tensor([0, 20]), D**-0.5
+    got, wanted = cpu_attend.attend(*args), backends.attend.reference(*args)
+    rows, decoded = query.float().reshape(B, H, -1, D), keys.decode().double()
+    products = rows.double().abs().square() @ decoded.square().mT
+    ulp = 2**-9 if dtype is torch.bfloat16 and isa == "avx512bf16" else 2**-20
+    error = 8 * ulp * D**-0.5 * float(products.sqrt().amax()) + 4 * ulp
+    rounding = 2**-8 if dtype is torch.bfloat16 else 0.0
+    bound = (error + rounding) * max(float(values.decode().abs().amax()), float(own[1].abs().amax()))
+    assert (got.float() - wanted.float()).abs().amax() <= bound
+    assert got.isfinite().all()
 
 
 def test_any_threads_and_rows(isa):  # noqa: F811

@@ -126,13 +126,25 @@ class _Reader:
             starts = range(0, query.shape[2], QUERY_TILE)
             return torch.cat([self._tile(slice(at, at + QUERY_TILE)).attend() for at in starts], dim=1)
         most = LATENT_ROWS if store is not None and store.latent else KERNEL_ROWS
-        if query.shape[1] * query.shape[2] <= most * self.kv_heads and self.call.expand is None:
+        few = query.shape[1] * query.shape[2] <= most * self.kv_heads and self.call.expand is None
+        if few or self._reads_tiles():
             if store is None or ((store.own is None or store.context_parallel is None) and not store.estimates):
                 if (out := self._direct()) is not None:
                     return out
             elif (whole := self._direct_parts()) is not None:
                 return self._finish([whole])
         return self._finish(None)
+
+    def _reads_tiles(self) -> bool:
+        """True if a kernel reads packed tokens with many rows, which decodes them in tiles."""
+        call, store = self.call, self.store
+        if call.expand is not None or store is None or store.latent or store.estimates:
+            return False
+        if not softmax.prefers_native(call.query, *(self.own or ())[:2]):
+            return False
+        if self.mask is not None and softmax.shows_all(self.mask):
+            self.mask = None
+        return True
 
     def _tile(self, tile: slice) -> _Reader:
         """Return the call of some of the queries."""
@@ -146,7 +158,7 @@ class _Reader:
         None if no kernel accepts the call, or if there are no tokens.
         """
         call, store = self.call, self.store
-        exact: tuple[tuple[Tensor, Tensor, Tensor | int], ...] = ()
+        exact: tuple[tuple[Tensor, Tensor, Where | None], ...] = ()
         pages, hidden = None, None
         if store is not None:
             exact = tuple(store.exact_segments()) if of_exact else ()
@@ -154,7 +166,8 @@ class _Reader:
             for found in store.found:
                 pages = pages and found.without_copies(pages, Masks(self.mask, hidden), call.query.shape[2])
         if of_exact and self.own is not None:
-            exact = ((*self.own[:2], self._own_mask()), *exact)
+            unseen = self.mask is None and hidden is None and self.own[2] is None
+            exact = ((*self.own[:2], None if unseen else self._own_mask()), *exact)
         if not exact and pages is None:
             return None
         sinks = None if parts else call.sink_logits

@@ -109,13 +109,13 @@ def dtype_of_products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if dtype == torch.bfloat16 and device.type == "cpu" and _fast_bfloat16() else torch.float32
 
 
-def prefers_native(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def prefers_native(query: Tensor, *others: Tensor) -> bool:
     """True if our kernel attends with many queries faster than torch's fused attention: with AVX2 or AVX-512,
     unless torch uses AMX.
 
-    It has no gradients.
+    It has no gradients. others: keys and values.
     """
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, key, value)):
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (query, *others)):
         return False
     if query.device.type != "cpu" or cpu.why_not_built() is not None or cpu.isa() == "scalar":
         return False

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.kernels import backends
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.registry import NotTaken
 from tersekv.layouts.base import View
@@ -46,4 +47,6 @@ class Roped(View):
         return self.rope.apply(self.before.decode(), *self.angles.cos_sin())
 
     def floats(self, dtype: torch.dtype) -> Tensor:
+        if (found := backends.decode.direct(self.operand, dtype)) is not None:
+            return found
         return self.rope.apply(self.before.floats(torch.float32), *self.angles.cos_sin()).to(dtype)
