@@ -8,9 +8,9 @@
 No trained model with latent attention is small enough to be measured here. `speed` and `prompt` take a model of one
 layer with the attention of a published model, random weights, 32 words and an MLP of 32 channels. `transformers` is
 its own cache, `exact` absorbed attention with nothing packed, under `tersekv.compress` as the recipes are. A step
-feeds one token to the whole model; ways take turns. `prompt` reads all tokens at once, and reports the time and the
-peak of memory above that of the model. Before steps a model with one head fills the caches, because they hold latents
-alone.
+feeds one token to the model; ways take turns. `--shape minicpm3-whole` is a whole model. `prompt` reads all tokens
+at once, and reports the time and the peak of memory above that of the model. Before steps a model with one head fills
+the caches, because they hold latents alone.
 
 `train` makes models of bytes in FOLDER, from fixed seeds. `divergence` reads the first bytes of each window exactly,
 as `tersekv eval divergence` does, and scores the next ones 128 at a time. Beside recipes it rounds the latents of
@@ -58,7 +58,11 @@ SHAPES: dict[str, tuple[str, dict[str, int | None]]] = {
         },
     ),
 }  # fmt: skip
+WHOLE = "minicpm3-whole"
+WHOLE_FIELDS = {"num_hidden_layers": 62, "intermediate_size": 6400, "vocab_size": 73448}
+SHAPES[WHOLE] = "MiniCPM3", SHAPES["minicpm3"][1] | WHOLE_FIELDS
 """Class and config of DeepSeek-V2-Lite, MiniCPM3-4B, DeepSeek-V3 and GLM-4.7-Flash, from their published configs.
+The whole MiniCPM3-4B has random weights of 8 GB in bfloat16, and is run only if asked for.
 Fields that are missing have the values of `LATENT`, which are those of DeepSeek-V2-Lite."""
 
 LATENT: dict[str, int | None] = {
@@ -67,10 +71,10 @@ LATENT: dict[str, int | None] = {
 
 
 def one_layer(shape: str, dtype: torch.dtype, **changed: Any) -> Any:
-    """Return a model of one layer with the attention of a published model."""
+    """Return a model of one layer with the attention of a published model, or a whole one."""
     name, fields = SHAPES[shape]
     small = {"num_hidden_layers": 1, "vocab_size": 32, "intermediate_size": 32, "max_position_embeddings": 65536}
-    fields = LATENT | fields | small | {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1} | changed
+    fields = LATENT | small | fields | {"mlp_layer_types": ["dense"], "first_k_dense_replace": 1} | changed
     fields["num_key_value_heads"] = fields["num_attention_heads"]
     torch.manual_seed(0)
     made = getattr(tf, f"{name}ForCausalLM")
@@ -154,7 +158,7 @@ def prompt(args: argparse.Namespace, shape: str, tokens: int, dtype: str) -> lis
 def run_shapes(args: argparse.Namespace) -> None:
     """Measure all shapes, lengths and types that were asked for."""
     torch.set_num_threads(args.threads)
-    for shape in args.shape or SHAPES:
+    for shape in args.shape or [name for name in SHAPES if name != WHOLE]:
         for tokens in args.tokens or (2048, 8192, 32768):
             for dtype in args.dtype or ("float32", "bfloat16"):
                 rows = args.measure(args, shape, tokens, dtype)

@@ -11,6 +11,7 @@ from tersekv.lab.evals.tasks.base import Estimate
 SPEED, DIVERGENCE = "latent_speed.jsonl", "latent_divergence.jsonl"
 SHAPES = {
     "v2-lite": "DeepSeek-V2-Lite", "minicpm3": "MiniCPM3-4B", "v3": "DeepSeek-V3", "glm-4.7-flash": "GLM-4.7-Flash",
+    "minicpm3-whole": "MiniCPM3-4B, all 62 layers",
 }  # fmt: skip
 OWN = "transformers"
 IDEA = """Such a layer caches a latent c of 256 or 512 numbers and a rotated key r of 32 or 64 for each token. Head h \

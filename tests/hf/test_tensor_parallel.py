@@ -16,6 +16,7 @@ from tersekv.codecs import Codec, methods
 from tersekv.codecs.common.centred import with_centre
 from tersekv.errors import UserError
 from tersekv.hf.parallel import heads_of
+from test_latent import built
 
 
 def save_model(folder: Path) -> None:
@@ -29,6 +30,7 @@ def save_model(folder: Path) -> None:
 def test_two_ranks_give_the_result_of_one_process(tmp_path):
     pytest.importorskip("accelerate", reason="transformers' tp_plan needs accelerate")
     save_model(tmp_path / "model")
+    built("glm4_moe_lite").save_pretrained(tmp_path / "latent")
     torchrun("run_tensor_parallel.py", str(tmp_path))
 
 

@@ -1,7 +1,7 @@
 """Program for test_tensor_parallel.py, run by `torchrun` on two ranks.
 
 A model whose heads are distributed must give, with every recipe, the answer of the whole model in
-one process.
+one process. Latents are held by every process, with the same codes.
 """
 
 from __future__ import annotations
@@ -83,6 +83,18 @@ def compare(folder: Path) -> None:
     files(divided, own, folder)
 
 
+def latents(folder: Path) -> None:
+    whole = tf.AutoModelForCausalLM.from_pretrained(folder / "latent").eval()
+    divided = tf.AutoModelForCausalLM.from_pretrained(folder / "latent", tp_plan="auto").eval()
+    for recipe in ("exact", "turboquant", "kivi:bits=4,group=16", "default"):
+        expected, logits, _ = answer(whole, recipe, None, prompt(420))
+        got, ours, cache = answer(divided, recipe, None, prompt(420))
+        assert got == expected, recipe
+        assert float((ours - logits).abs().max()) < 0.002, recipe
+        held = [x.contiguous().numpy().tobytes() for layer in cache.layers for x in layer.store.decoded(torch.float32)]
+        assert len(set(everywhere(hashlib.sha256(b"".join(held)).hexdigest()))) == 1, recipe
+
+
 def files(model, cache, folder: Path) -> None:
     """Check that each rank saves and loads only its own heads."""
     rank = dist.get_rank()
@@ -97,3 +109,4 @@ def files(model, cache, folder: Path) -> None:
 if __name__ == "__main__":
     with process_group():
         compare(Path(sys.argv[1]))
+        latents(Path(sys.argv[1]))

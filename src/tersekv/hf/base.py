@@ -6,11 +6,13 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import abstractmethod
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
+from tersekv.attention.read import AttentionCall
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.parallel import ContextParallel, HeadShard
 from tersekv.calibration.key_error import KeyFigures, remedy
@@ -102,6 +104,13 @@ class ModelCache(CheckedCache):
         """Return the share of key-value heads in this process if it holds only `held` of them, else
         None."""
         return heads_of(self.model, held, self.shape.kv_heads) if self.shape.passes_handles else None
+
+    def of_all_heads(self, call: AttentionCall) -> AttentionCall:
+        """Return a call with the queries of all processes, which hold the same latents and must code them alike."""
+        if not self.shape.latent:
+            return call
+        heads = heads_of(self.model, call.query.shape[1], self.shape.query_heads)
+        return call if heads is None else replace(call, query=heads.gather(call.query))
 
     @property
     def model(self) -> PreTrainedModel | None:

@@ -37,6 +37,8 @@ class UpProjection(NamedTuple):
         """Return the matrices of a module with `expand_kv`."""
         linear, dims = module.kv_b_proj, [module.qk_nope_head_dim, module.v_head_dim]
         weight = linear.weight if type(linear) is nn.Linear and linear.weight.dtype in FLOATS else _dequantised(linear)
+        if hasattr(weight, "to_local"):  # tensor parallelism: the heads of this process
+            weight = weight.to_local()
         return UpProjection(*weight.view(-1, sum(dims), weight.shape[-1]).split(dims, dim=1))
 
     @property
