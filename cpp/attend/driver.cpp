@@ -108,7 +108,7 @@ void split(CallTasks& of, int threads) {
     const int64_t wanted = ceil_div(4 * threads, tasks), worth = static_cast<int64_t>(of.ns / kTaskNs) / tasks;
     of.splits = std::max<int64_t>(1, std::min({wanted, worth, of.units}));
   }
-  if (reads_all_angles(*of.call, *of.call->keys))
+  if (!of.call->tiles && reads_all_angles(*of.call, *of.call->keys))  // tiles compute angles as they need them
     of.splits = std::max<int64_t>(1, std::min(of.units, std::max(of.splits, ceil_div(of.call->T, kRopedTokens))));
 }
 

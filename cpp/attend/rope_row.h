@@ -99,7 +99,8 @@ template <class S>
 void rope_angles(const Node& node, const RopeLanes& of, int64_t token, int64_t count, float* out, int64_t stride) {
   const RopeView& rope = node.view->rope;
   if (!of.near.cos) {
-    const int32_t* places = node.places ? node.places - node.task->first * node.call->tokens_per_unit + token : nullptr;
+    const int32_t* places =
+        node.places ? node.places + (token - node.task->first * node.call->tokens_per_unit) : nullptr;
     for (int64_t t = 0; t < count; t++) {
       const RopeRow row = rope_row<S>(rope, places ? places[t] : place_of(rope, node.b, node.h, token + t), of.room);
       for (int64_t k = 0; k < of.columns; k++) out[k * stride + t] = (k < of.cos ? row.cos : row.sin)[of.column[k]];

@@ -12,7 +12,9 @@ from tersekv.errors import UserError
 from tersekv.kernels import backends, cpu, softmax
 from tersekv.kernels.attend import PackedPages
 from tersekv.kernels.cpu import attend as cpu_attend
+from tersekv.lab.bench.memory import PeakMemory
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
+from tersekv.layouts.roped import Roped
 from test_ops_parity import isa, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 
 SHAPES = [  # B, H, G, q, T, D, Dv
@@ -116,6 +118,20 @@ def test_packed_tokens(isa, name, kind, dtype):  # noqa: F811
     bound = (error + rounding) * max(float(values.decode().abs().amax()), float(own[1].abs().amax()))
     assert (got.float() - wanted.float()).abs().amax() <= bound
     assert got.isfinite().all()
+
+
+def test_memory_of_keys_before_rope_is_that_of_the_result(isa):  # noqa: F811
+    """Fewer queries split these tokens into parts that share angles, each with a result of its own."""
+    torch.manual_seed(0)
+    T, of = 16384, rope("halves", 64)
+    view, values = packed("polar", "keys", torch.randn(1, 1, T, 64)), packed("grid", "values", torch.randn(1, 1, T, 64))
+    keys = Roped(view, of, of.angles(0, T))
+    pages = PackedPages([keys.inner.operand], [values.inner.operand], [0], [T], (keys.linear, values.linear), 1)
+    query = torch.randn(1, 32, 256, 64)
+    cpu_attend.attend(query[:, :, :8].contiguous(), (), pages, None, None, 0.125)  # allocates what is kept
+    with PeakMemory() as peak:
+        cpu_attend.attend(query, (), pages, None, None, 0.125)
+    assert peak.peak_bytes < 16 << 20
 
 
 def test_any_threads_and_rows(isa):  # noqa: F811
