@@ -329,7 +329,7 @@ def robust_table(records: list[dict[str, Any]]) -> str:
     """Return the table of a thousand requests."""
     lines = []
     for r in records:
-        cells = [f"`{r['recipe']}`", "yes" if r["speculate"] else "no", f"{r['whole']} of {r['done']}"]
+        cells = [f"`{r['recipe']}`", r["isa"], "yes" if r["speculate"] else "no", f"{r['whole']} of {r['done']}"]
         cells += [f"{r[name]:,.0f}" for name in COUNTERS] + [r["unfinished_at_kill"]]
         for name in ("repeated", "after_restart"):
             c = r[name]
@@ -337,7 +337,15 @@ def robust_table(records: list[dict[str, Any]]) -> str:
             other = f", {c['other']} part elsewhere" if c["other"] else ""
             cells.append(f"{c['same']} of {c['compared']}{ties}{other}")
         lines.append(cells)
-    columns = ("recipe", "n-gram", "whole answers", "preemptions", "tokens from the prefix cache", "tokens guessed")
+    columns = (
+        "recipe",
+        "kernels",
+        "n-gram",
+        "whole answers",
+        "preemptions",
+        "tokens from the prefix cache",
+        "tokens guessed",
+    )
     return markdown((*columns, "cut off by kill -9", "same when repeated", "same alone, after the restart"), lines)
 
 

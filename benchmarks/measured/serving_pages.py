@@ -80,9 +80,10 @@ def page() -> Page:
             ),
             Section(
                 "Speed on Zen 5",
-                "The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel.",
+                "The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel. In "
+                "rows with `busy` two processes computed without end beside the engine.",
                 serving.tables(rows(ZEN_5))["speed"], [ZEN_5],
-                command.format("speed --recipes full turboquant:bits=4 kivi:bits=4 --shapes 8x400x129 8x4000x65"),
+                command.format("speed --recipes full trellis:bits=3 --calibration FILE --shapes 8x400x129 8x4000x65"),
             ),
             Section(
                 "Under memory pressure",
@@ -94,7 +95,8 @@ def page() -> Page:
                 "A thousand requests",
                 "8 to 200 prompt tokens, 4 to 48 new ones, 48 at once, float32; a third share a beginning, a tenth are "
                 "repeated, 100 are closed early, and the server is killed and started again. At a tie two tokens' "
-                "logits differ by less than 0.01.",
+                "logits differ by less than 0.01. Kernels with `avx512bf16` round products of few queries to bfloat16, "
+                "so how prompts are cut changes their logits by up to 0.03.",
                 made["robust"], FILES[3:], command.format("robust --recipe turboquant:bits=4"),
             ),
             Section(

@@ -9,7 +9,7 @@ from measured.base import Page, Row, Section, cache, cpu, middle, model, rows, s
 
 RUNS = (
     *("generate", "generate_bfloat16", "generate_presets", "generate_mixed"),
-    *("generate_busy", "generate_chunks", "generate_avx2", "generate_zen5"),
+    *("generate_chunks", "generate_avx2", "generate_zen5"),
 )
 THREE_BITS = "trellis, 3 bits"
 """The recipe that records of that time name `default`."""
@@ -28,10 +28,14 @@ class Decoding(NamedTuple):
     steps: list[float]
 
 
+BUSY = ", busy"
+"""Ends the CPU's name in rows of runs beside other work."""
+
+
 def decodings() -> list[Decoding]:
     """Return the rows of all runs, by CPU, the newest first, then by model, dtype and tokens."""
     found = sorted(unsorted_decodings(), key=lambda one: (one.about[1], one.row.get("context") or one.row["depth"]))
-    return sorted(found, key=lambda one: one.about[0], reverse=True)
+    return sorted(found, key=lambda one: (one.about[0].removesuffix(BUSY), BUSY not in one.about[0]), reverse=True)
 
 
 def unsorted_decodings() -> Iterator[Decoding]:
@@ -41,7 +45,7 @@ def unsorted_decodings() -> Iterator[Decoding]:
         for row in rows(f"{run}.jsonl"):
             dtype, chunk = row.get("dtype", "float32"), row.get("prefill_chunk")
             tokens = f"{row.get('context') or row['depth']:,}" + (f", chunks of {chunk}" if chunk else "")
-            busy = ", busy" if "beside" in row else ""
+            busy = BUSY if "beside" in row else ""
             about = cpu(row) + busy, f"{model(row)}, {dtype}", tokens
             full = fulls.setdefault(about, row)
             yield Decoding(run, (*about, cache(row["cache"])), row, full, steps(row))
@@ -203,8 +207,8 @@ def page() -> Page:
                 "A prompt and a second turn",
                 "In brackets: multiples of the full cache's time, so below 1 is faster. A turn is 512 tokens after the "
                 "prompt. Only in the run `zen5` packed caches read prompts with a kernel of ours; before, all caches "
-                "used torch's. In the run `busy` two other processes computed without end, and every parallel "
-                "operation of torch waited for a core.",
+                "used torch's. In rows with `busy` two other processes computed without end, and every "
+                "parallel operation of torch waited for a core.",
                 prompts(), files[1:], command,
             ),
             Section(
