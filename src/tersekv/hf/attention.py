@@ -70,7 +70,8 @@ def attention_forward(
     weights = _weights(store, keys, absorbed) if wants_weights else None  # before the store may evict tokens
     again = pending.layer.cache.read_again
     padding = _padding(call.without_last(again).mask) if store.deferred else None
-    observed = observe(store, keys, values, pending.layer.cache.of_all_heads(absorbed), again) if watched else UNSEEN
+    seen = pending.layer.cache.of_all_heads(absorbed) if watched and store.latent else absorbed
+    observed = observe(store, keys, values, seen, again) if watched else UNSEEN
     if again:
         pending.drop_last(again)
     has_gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (query, *held))

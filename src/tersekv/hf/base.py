@@ -107,8 +107,6 @@ class ModelCache(CheckedCache):
 
     def of_all_heads(self, call: AttentionCall) -> AttentionCall:
         """Return a call with the queries of all processes, which hold the same latents and must code them alike."""
-        if not self.shape.latent:
-            return call
         heads = heads_of(self.model, call.query.shape[1], self.shape.query_heads)
         return call if heads is None else replace(call, query=heads.gather(call.query))
 
