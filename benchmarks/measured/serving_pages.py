@@ -70,7 +70,8 @@ def page() -> Page:
         "Serving and prompt caches",
         "vLLM on CPUs with packed pages: speed, memory pressure, a thousand requests, agreement; prompt caches on "
         "disk.",
-        "SmolLM2-135M in bfloat16, vLLM's CPU backend, two threads of Zen 4. Nothing was served on a GPU.",
+        "SmolLM2-135M in bfloat16, vLLM's CPU backend, two threads of Zen 4 where no other CPU is named. Nothing was "
+        "served on a GPU.",
         (
             Section(
                 "Speed",
@@ -93,10 +94,10 @@ def page() -> Page:
             ),
             Section(
                 "A thousand requests",
-                "8 to 200 prompt tokens, 4 to 48 new ones, 48 at once, float32; a third share a beginning, a tenth are "
-                "repeated, 100 are closed early, and the server is killed and started again. At a tie two tokens' "
-                "logits differ by less than 0.01. Kernels with `avx512bf16` round products of few queries to bfloat16, "
-                "so how prompts are cut changes their logits by up to 0.03.",
+                "Zen 5, float32, 8 to 200 prompt tokens, 4 to 48 new ones, 48 at once; a third share a beginning, a "
+                "tenth are repeated, 100 are closed early, and the server is killed and started again. At a tie two "
+                "tokens' logits differ by less than 0.01. Kernels with `avx512bf16` round products of few "
+                "queries to bfloat16, so how prompts are cut changes their logits by up to 0.03.",
                 made["robust"], FILES[3:], command.format("robust --recipe turboquant:bits=4"),
             ),
             Section(

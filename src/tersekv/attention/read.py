@@ -166,8 +166,8 @@ class _Reader:
             for found in store.found:
                 pages = pages and found.without_copies(pages, Masks(self.mask, hidden), call.query.shape[2])
         if of_exact and self.own is not None:
-            unseen = self.mask is None and hidden is None and self.own[2] is None
-            exact = ((*self.own[:2], None if unseen else self._own_mask()), *exact)
+            is_causal = self.mask is None and hidden is None and self.own[2] is None
+            exact = ((*self.own[:2], None if is_causal else self._own_mask()), *exact)
         if not exact and pages is None:
             return None
         sinks = None if parts else call.sink_logits
