@@ -87,7 +87,8 @@ def page() -> Page:
                 "warp per turn, registers and spilled bytes of a thread, and programs that fit a multiprocessor. An "
                 "H100 that issues in every cycle reads bfloat16 in the time of 20 lane-instructions per code. This is "
                 "a bound, not a speed: the `grid4` of the table above had 6.5, compiled by Triton 3.6, and conflicts "
-                "made it slower than bfloat16.",
+                "made it slower than bfloat16. Latents have 512 channels, 64 rotated ones and 16 query rows; one "
+                "code serves as key and value. Their kernels never ran on a GPU.",
                 counts(), ["instructions_gpu.jsonl"],
                 "python benchmarks/instructions_gpu.py --target sm_90 --out FILE",
             ),

@@ -81,7 +81,9 @@ def page() -> Page:
         "Latent attention",
         "Absorbed and packed latents of DeepSeek, GLM, Kimi and MiniCPM3: time, memory, divergence.",
         "No trained model of this kind is small enough for the machines here: shapes have random weights, and "
-        "divergence is of small models that the benchmark trains. Nothing was run on a GPU.",
+        "divergence is of small models that the benchmark trains. Nothing was run on a GPU: Triton's kernels, "
+        "which decode a tile once for both uses, too, agree with torch when they are interpreted, and "
+        "[their loops are counted](gpu.md#counts).",
         (
             Section("What is computed", IDEA, DRAWING),
             Section(

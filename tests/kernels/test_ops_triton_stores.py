@@ -175,3 +175,27 @@ def captured(run, device, monkeypatch):  # noqa: F811
         outs = run()
     assert launches
     return lambda: [again() for again in launches], outs
+
+
+@pytest.mark.parametrize("rows", [3, 41])
+@pytest.mark.parametrize(
+    "recipe",
+    ["kivi:bits=4,group=32", "uniform:bits=3,group=16", "turboquant:bits=4", "trellis:bits=3,calibration=prompt",
+     "exact:dtype=bf16"],
+)  # fmt: skip
+def test_latents_are_decoded_once(device, recipe, rows):  # noqa: F811
+    """Scales of groups, of tokens, of elements and of components; exact tokens wider than a power of two."""
+    made = torch.Generator().manual_seed(0)
+    latents, rotated = (torch.randn(2, 1, 100, width, generator=made) for width in (320, 64))
+    s = LayerStore(Recipe.parse(recipe).plan(0, 1).of_latents(0), latents[:, :, :0], rotated[:, :, :0], None, None)
+    with backends.forced("auto"):
+        s.append(latents, rotated)
+    mask = torch.ones(2, 1, 100, dtype=torch.bool)
+    mask[0, :, :40] = False
+    query = torch.randn(2, rows, 1, 384, generator=made)
+    with backends.forced("reference"):
+        expected = attend_store(s, AttentionCall(query, mask, 0.1))
+    s.to(device)
+    got = attend_store(s, AttentionCall(query.to(device), mask.to(device), 0.1))
+    bound = 2**-7 if recipe.startswith("exact") else OUT  # products of bfloat16 tokens are in bfloat16
+    assert (got.cpu() - expected).norm() <= bound * expected.norm()

@@ -34,6 +34,7 @@ from tersekv.kernels.triton.page_set import prepare
 from tersekv.lab.bench.without_gpu import compile_for
 from tersekv.layouts.base import Concat, View
 from tersekv.layouts.mean_removed import RotatedMean
+from tersekv.recipe import Recipe
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
 
 NAMES = {kind.value: name for name, kind in (leaves.LAYOUTS | {"rotated mean": leaves.ROTATED_MEAN}).items()}
@@ -95,6 +96,20 @@ def mean_in_pages(D: int = 64) -> None:
     value = side("trellis", "values", D)
     launch.attend(torch.randn(1, 2, 4, 2 * D), prepare([Segment(key, value, is_page=True) for key in keys]),
                   [None] * 2, 0.1, None)  # fmt: skip
+
+
+def latents(recipe: str, L: int = 512, D: int = 64, R: int = 16) -> None:
+    """Call attention over two pages of latents with rotated keys, and over exact ones."""
+    plan, x, rotated = Recipe.parse(recipe).plan(0, 1).of_latents(0), tokens(1, 1, 64, L), tokens(1, 1, 64, D)
+    parts = [
+        (view.inner, dim)
+        for codec, held, dim in ((plan.keys.fit(x), x, L), (plan.values.fit(rotated), rotated, D))
+        for view in [codec.view(codec.encode(held), dim)]
+    ]
+    page = Segment(Concat(parts), parts[0][0].operand, is_page=True)
+    exact = torch.cat([x, rotated], dim=-1).bfloat16()
+    made = prepare([page, page], latent=True).with_segments([Segment(exact, exact[..., :L])])
+    launch.attend(torch.randn(1, 1, R, L + D), made, [None] * 3, 0.1, None)
 
 
 def centred(D: int = 64) -> None:
@@ -188,6 +203,8 @@ CALLS: dict[str, Callable[[], None]] = {
     "pages of signs by address": lambda: page_set("signs", "grid"),
     "pages of signs per block by address": lambda: page_set("signs per group", "grid"),
     "pages of trellis beside a mean by address": mean_in_pages,
+    "latents of a grid": lambda: latents("kivi:bits=4"),
+    "latents of trellis, 128 heads": lambda: latents("trellis:bits=3,calibration=prompt", R=128),
     "scores alone": lambda: launch.score_keys(torch.randn(1, 2, 4, 64), side("grid", "keys", 64).operand, 0.1),
     "merge": merge,
     "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),

@@ -235,12 +235,13 @@ def attend_pages(
     return result
 
 
-def prepare(segments: Sequence[Segment]) -> PageSet | str:
+def prepare(segments: Sequence[Segment], latent: bool = False) -> PageSet | str:
     """Check the segments of one layer and build everything that does not depend on the query.
 
     Args:
         segments: at least one; keys [B, H, T, D] and values [B, H, T, Dv] of equal T, which may
             differ between segments. Masks are ignored.
+        latent: True if the values are the latents that keys begin with.
 
     Returns:
         The page set, or the reason why Triton does not support one of the segments. Segments that
@@ -249,7 +250,7 @@ def prepare(segments: Sequence[Segment]) -> PageSet | str:
     """
     page_set = _page_set()
     try:
-        made: PageSet = page_set.prepare(segments)
+        made: PageSet = page_set.prepare(segments, latent)
     except page_set.UnreadableError as unreadable:
         return str(unreadable)
     return why_not_usable(made.device) or made
@@ -323,15 +324,13 @@ def attend_layer(
     correction, which are prepared once, one for exact tokens, and one that merges."""
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
-    if pages is not None and pages.shared:
-        raise NotTaken("values are a part of the keys")
     _check_interpreter(query)
     sets: dict[int, PageSet | str] = {}
     if pages is not None:
         if (sets := pages.made.get(NAME, {})) == {}:
             sets = pages.made[NAME] = {
                 id(pages.keys[numbers[0]]): prepare(
-                    [Segment(pages.keys[i], pages.values[i], None, True) for i in numbers]
+                    [Segment(pages.keys[i], pages.values[i], None, True) for i in numbers], pages.shared > 0
                 )
                 for numbers in pages.alike
             }

@@ -7,7 +7,7 @@ unpacked in registers is thus the one that a tensor core reads from registers.
 
 Keys and values are tuples of leaves (`leaves.py`). Each leaf has a loader for its kind, chosen when
 the kernel is compiled. The scores of all key leaves are added; each value leaf has an output of its
-own.
+own. Latents are both: they are decoded once, as the first leaf of the keys.
 
 If tokens are in pages of a pool, a tile is part of one page, and loaders get the tile's first token
 in the pool.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tersekv.kernels.triton.layouts import leaf_query, scores, sums, zeros
+from tersekv.kernels.triton.layouts import latent_scores, latent_sums, leaf_query, load_latent, scores, sums, zeros
 from tersekv.kernels.triton.leaves import (
     ADDRESS_OF_BFLOAT16,
     ADDRESS_OF_FLOAT8E5,
@@ -122,7 +122,7 @@ def _fields(line, FIELDS: tl.constexpr, PART: tl.constexpr):
 def _segment(
     most, total, totals, loaded, queries, maps, keys, values, rope, pages, mask, column, b, h, B, H, R, T, row, first,
     end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
-    HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
+    LATENT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Add tokens `first` to `end` of one segment to the largest score, the sum of weights and the
     weighted sums of values. column: mask column of the segment's first token."""
@@ -137,7 +137,12 @@ def _segment(
             at, held = _paged(pages, b, n0)
         at = tl.multiple_of(at, 32)
         s = tl.zeros((N, ROWS), tl.float32)
-        for i in tl.static_range(len(KEYS)):
+        if LATENT:
+            latents = load_latent(keys[0], b, h, at, held, KEYS, 0, NB)
+            s += latent_scores(latents, loaded[0], KEYS, 0)
+            for i in tl.static_range(1, len(KEYS)):
+                s += latent_scores(load_latent(keys[i], b, h, at, held, KEYS, i, NB), loaded[i], KEYS, i)
+        for i in tl.static_range(len(KEYS) * (1 - LATENT)):
             rows = queries[i][0] + (head * R + row) * queries[i][1]
             s += scores(
                 keys[i], loaded[i], rows, row_ok, rope, maps[i], b, h, B, H, at, held, ROPED, KEYS, i, NB
@@ -161,7 +166,10 @@ def _segment(
         total = total * shrink + tl.sum(p, axis=0)
         grown = ()
         for i in tl.static_range(len(VALUES)):
-            added = sums(values[i], p, b, h, B, H, at, held, VALUES, i, NB)
+            if LATENT:
+                added = latent_sums(latents, p, VALUES, i)
+            else:
+                added = sums(values[i], p, b, h, B, H, at, held, VALUES, i, NB)
             grown = grown + (totals[i] * shrink[None, :] + added,)  # type: ignore[assignment]
         totals = grown
         most = new
@@ -179,8 +187,8 @@ def _store_output(at, x, row_ok, VALUES: tl.constexpr, LEAF: tl.constexpr):
 def attend(
     out, lse, queries, maps, pairs, segments, table, table_width, runs, masks, pages, B, H, R, channels, first_split,
     splits, split_tokens, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, FIELDS: tl.constexpr,
-    ROPED: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr,
-    NB: tl.constexpr,
+    ROPED: tl.constexpr, LATENT: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Attention over segments of the same layouts. Grid (this launch's splits, B·H, row tiles).
 
@@ -194,9 +202,10 @@ def attend(
       first mask column, and the fields. `runs`, int32 [grid's splits + 1 + 3·runs], has the first
       run of each split and the number of runs, then page, first token and end of each run.
 
-    pairs: channels of RoPE. PAGED: `pages` has the page table int32 [B, P], the stride of its rows,
-    tokens per page (a multiple of 32·NB) and pages in the pool. A mask has its bytes, its strides
-    of batch row, head, query and token, and its number of queries.
+    pairs: channels of RoPE. LATENT: True if the first leaf of the keys is the values, which have no
+    fields. PAGED: `pages` has the page table int32 [B, P], the stride of its rows, tokens per page (a
+    multiple of 32·NB) and pages in the pool. A mask has its bytes, its strides of batch row, head,
+    query and token, and its number of queries.
     """
     N: tl.constexpr = NB * 32
     split, head = tl.program_id(0), tl.program_id(1)
@@ -206,7 +215,7 @@ def attend(
     loaded = ()
     for i in tl.static_range(len(KEYS)):
         rows = queries[i][0] + (head.to(tl.int64) * R + row) * queries[i][1]
-        loaded = loaded + (leaf_query(rows, row_ok, pairs, ROPED, KEYS, i),)  # type: ignore[assignment]
+        loaded = loaded + (leaf_query(rows, row_ok, pairs, ROPED, LATENT, KEYS, i),)  # type: ignore[assignment]
     totals = ()
     for i in tl.static_range(len(VALUES)):
         totals = totals + (zeros(ROWS, VALUES, i),)  # type: ignore[assignment]
@@ -227,7 +236,7 @@ def attend(
             most, total, totals = _segment(
                 most, total, totals, loaded, queries, maps, keys, values, rope, pages, masks[0],
                 tl.load(line + 1).to(tl.int32), b, h, B, H, R, tl.load(line).to(tl.int32), row, tl.load(at + 1),
-                tl.load(at + 2), scaling, softcap, KEYS, VALUES, ROPED, PAGED, MASKED[0], HAS_SOFTCAP, ROWS, NB,
+                tl.load(at + 2), scaling, softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[0], HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip
     else:
         start = 0
@@ -237,7 +246,7 @@ def attend(
                 most, total, totals, loaded, queries, maps, segments[i][0], segments[i][1],
                 segments[i][2] + (pairs,), pages, masks[i], 0, b, h, B, H, R, T, row,
                 tl.maximum(split * split_tokens - start, 0), tl.minimum((split + 1) * split_tokens - start, T), scaling,
-                softcap, KEYS, VALUES, ROPED, PAGED, MASKED[i], HAS_SOFTCAP, ROWS, NB,
+                softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[i], HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip
             start += tl.cdiv(T, N) * N
     place = (head.to(tl.int64) * splits + first_split + split) * R + row

@@ -30,6 +30,7 @@ from tersekv.kernels.triton.leaves import (
     PER_TOKEN,
     SCALES,
     TO_COEFFICIENTS,
+    TO_ELEMENTS,
     TO_PRODUCT,
     WIDE,
     WORDS,
@@ -180,38 +181,88 @@ def _value_entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: t
 
 
 @triton.jit
-def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
-    G: tl.constexpr = S[LEAF][PADDED] // 32
-    x = _value_entries(leaf, b, h, n0, T, S, LEAF, NB)
+def _value_planes(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Load scales and offsets (float32) of values: [32·NB], or [channel groups, 32·NB] if scales are multiplied with
+    the coefficients."""
     token = tl.arange(0, 32 * NB)
-    # a scale per token goes to the weight, and one product serves all channels
-    if S[LEAF][SCALES] == TO_PRODUCT:
-        scale = plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)
-        most = largest(scale)
-        coefficients = (p * (scale / most)[:, None]).to(tl.float16)
-        out = product(tl.reshape(x, (32 * G, 32 * NB)), coefficients) * (most * _unit(S, LEAF))
+    if S[LEAF][SCALES] == TO_COEFFICIENTS:
+        channel = 32 * tl.arange(0, S[LEAF][PADDED] // 32)[:, None]
+        token = token[None, :]
+        ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
+    else:
+        channel = 0
+        ok = n0 + token < T
+    scale = plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
+    offset = scale
+    if S[LEAF][HAS_OFFSET]:
+        offset = plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
+    return scale, offset
+
+
+@triton.jit
+def load_value_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Load values that are keys, too: entries float16 [channel groups, 32, 32·NB], scales and offsets."""
+    x = _value_entries(leaf, b, h, n0, T, S, LEAF, NB)
+    if S[LEAF][SCALES] == TO_ELEMENTS:
+        P: tl.constexpr = S[LEAF][PADDED]
+        token, channel = tl.arange(0, 32 * NB)[None, :], tl.arange(0, P)[:, None]
+        ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
+        y = _scaled(tl.reshape(x, (P, 32 * NB)), leaf, b, h, n0, token, channel, ok, S, LEAF)
+        most = largest(y)
+        scale = tl.zeros((32 * NB,), tl.float32) + most
+        return tl.reshape((y / most).to(tl.float16), (P // 32, 32, 32 * NB)), scale, scale
+    else:
+        scale, offset = _value_planes(leaf, b, h, n0, T, S, LEAF, NB)
+        return x, scale, offset
+
+
+@triton.jit
+def value_grid_scores(loaded, q, S: tl.constexpr, LEAF: tl.constexpr):
+    """Scores [tokens, rows] of q float32 [K, rows], whose elements are at most 1."""
+    x, scale, offset = loaded
+    G: tl.constexpr = S[LEAF][PADDED] // 32
+    N: tl.constexpr = x.shape[2]
+    R: tl.constexpr = q.shape[1]
+    if S[LEAF][SCALES] == TO_COEFFICIENTS:
+        groups = tl.reshape(q, (G, 32, R))
+        s = product(tl.permute(x, (0, 2, 1)), groups.to(tl.float16)) * (scale * _unit(S, LEAF))[:, :, None]
         if S[LEAF][HAS_OFFSET]:
-            offset = plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)
-            out += tl.sum(p * offset[:, None], axis=0)[None, :]
-        return out
-    elif S[LEAF][SCALES] == TO_COEFFICIENTS:
-        channel = 32 * tl.arange(0, G)[:, None]
-        ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
-        scale = plane(leaf, SCALE, b, h, n0, token[None, :], channel, ok, S, LEAF)
-        most = largest(scale)
+            s += offset[:, :, None] * tl.sum(groups, axis=1)[:, None, :]
+        return tl.sum(s, axis=0)
+    else:
+        unit = 1.0 if S[LEAF][SCALES] == TO_ELEMENTS else _unit(S, LEAF)
+        s = product(tl.trans(tl.reshape(x, (32 * G, N))), q.to(tl.float16)) * (scale * unit)[:, None]
+        if S[LEAF][HAS_OFFSET] and S[LEAF][SCALES] == TO_PRODUCT:
+            s += offset[:, None] * tl.sum(q, axis=0)[None, :]
+        return s
+
+
+@triton.jit
+def value_grid_sums(loaded, p, S: tl.constexpr, LEAF: tl.constexpr):
+    """Σ p·v̂ [channels, rows] of weights p float32 [tokens, rows]."""
+    x, scale, offset = loaded
+    G: tl.constexpr = S[LEAF][PADDED] // 32
+    N: tl.constexpr = x.shape[2]
+    R: tl.constexpr = p.shape[1]
+    most = largest(scale)
+    if S[LEAF][SCALES] == TO_COEFFICIENTS:
         coefficients = (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)
         out = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            offset = plane(leaf, OFFSET, b, h, n0, token[None, :], channel, ok, S, LEAF)
             out += _offsets(offset, p)
-        return tl.reshape(out, (32 * G, p.shape[1]))
-    else:
-        channel = tl.arange(0, 32 * G)[:, None]
-        ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
-        x = _scaled(tl.reshape(x, (32 * G, 32 * NB)), leaf, b, h, n0, token[None, :], channel, ok, S, LEAF)
-        most = largest(x)
-        return product((x / most).to(tl.float16), p.to(tl.float16)) * most
+        return tl.reshape(out, (32 * G, R))
+    else:  # a scale per token goes to the weight, and one product serves all channels
+        unit = 1.0 if S[LEAF][SCALES] == TO_ELEMENTS else _unit(S, LEAF)
+        out = product(tl.reshape(x, (32 * G, N)), (p * (scale / most)[:, None]).to(tl.float16)) * (most * unit)
+        if S[LEAF][HAS_OFFSET] and S[LEAF][SCALES] == TO_PRODUCT:
+            out += tl.sum(p * offset[:, None], axis=0)[None, :]
+        return out
+
+
+@triton.jit
+def load_values_grid(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
+    return value_grid_sums(load_value_grid(leaf, b, h, n0, T, S, LEAF, NB), p, S, LEAF)
 
 
 ENTRIES: tl.constexpr = tl.constexpr(32)

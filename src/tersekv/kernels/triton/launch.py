@@ -132,7 +132,8 @@ def _launched(
                 group.segments, _or(group.table, query), 0 if group.table is None else group.table.shape[1],
                 _or(runs, query), given, pages or (query,), B, H, R, channels, first, splits, chosen.split_tokens,
                 float(scaling), float(softcap or 0.0), KEYS=group.key_specs, VALUES=group.value_specs,
-                FIELDS=group.field_codes, ROPED=group.keys.roped, PAGED=bool(pages), MASKED=masked,
+                FIELDS=group.field_codes, ROPED=group.keys.roped, LATENT=group.values.latent, PAGED=bool(pages),
+                MASKED=masked,
                 HAS_SOFTCAP=softcap is not None, ROWS=chosen.rows, NB=chosen.blocks, num_warps=chosen.warps,
                 num_stages=chosen.stages,
             )  # fmt: skip

@@ -10,8 +10,11 @@ from tersekv.kernels.triton.grid import (
     decode_keys_grid,
     load_keys_grid,
     load_keys_sparse,
+    load_value_grid,
     load_values_grid,
     load_values_sparse,
+    value_grid_scores,
+    value_grid_sums,
 )
 from tersekv.kernels.triton.grid_slices import load_keys_slices, load_values_slices, query_slices, sliced
 from tersekv.kernels.triton.leaves import (
@@ -45,7 +48,14 @@ from tersekv.kernels.triton.tokens import (
     load_values_signs,
     load_values_sketch,
 )
-from tersekv.kernels.triton.trellis import decode_trellis, load_keys_trellis, load_values_trellis
+from tersekv.kernels.triton.trellis import (
+    decode_trellis,
+    load_keys_trellis,
+    load_trellis,
+    load_values_trellis,
+    trellis_scores,
+    trellis_sums,
+)
 
 
 @triton.jit
@@ -80,13 +90,15 @@ def _query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.c
 
 
 @triton.jit
-def leaf_query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+def leaf_query(
+    rows, row_ok, pairs, ROPED: tl.constexpr, LATENT: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr
+):  # fmt: skip
     """Return the result of `_query`. Sparse leaves and sketches with channels per block load their
     query themselves."""
     if S[LEAF][KIND] == SPARSE or (S[LEAF][KIND] == SKETCH and not ROPED):
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
-    elif S[LEAF][KIND] == GRID and not ROPED and sliced(S, LEAF, S[LEAF][PADDED] // 32):
+    elif S[LEAF][KIND] == GRID and not ROPED and not LATENT and sliced(S, LEAF, S[LEAF][PADDED] // 32):
         q, _, most = _query(rows, row_ok, pairs, ROPED, S, LEAF)
         return query_slices(q, most, rows, row_ok, S, LEAF), most, most
     else:
@@ -115,6 +127,42 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
         most = largest(x)
         x = product((x / most).to(tl.float16), matrix.to(tl.float16)) * most
     return x
+
+
+@triton.jit
+def load_latent(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Load latents or rotated keys once, for scores and sums. Their grids are packed as those of values."""
+    if S[LEAF][KIND] == GRID:
+        return load_value_grid(leaf, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == TRELLIS:
+        return load_trellis(leaf, b, h, n0, T, S, LEAF, NB * 32)
+    else:
+        x = _decoded(leaf, (), b, h, n0, T, S, LEAF, NB)
+        most = largest(x)
+        return (x / most).to(tl.float16), most, most
+
+
+@triton.jit
+def latent_scores(loaded, query, S: tl.constexpr, LEAF: tl.constexpr):
+    """q·k̂ [tokens, rows] of what `load_latent` returned."""
+    q, _, most = query
+    if S[LEAF][KIND] == GRID:
+        return value_grid_scores(loaded, q, S, LEAF) * most
+    elif S[LEAF][KIND] == TRELLIS:
+        return trellis_scores(loaded, q) * most
+    else:
+        return product(loaded[0], q.to(tl.float16)) * (loaded[1] * most)
+
+
+@triton.jit
+def latent_sums(loaded, p, S: tl.constexpr, LEAF: tl.constexpr):
+    """Σ p·v̂ [channels, rows] of what `load_latent` returned."""
+    if S[LEAF][KIND] == GRID:
+        return value_grid_sums(loaded, p, S, LEAF)
+    elif S[LEAF][KIND] == TRELLIS:
+        return trellis_sums(loaded, p)
+    else:
+        return product(tl.trans(loaded[0]), p.to(tl.float16)) * loaded[1]
 
 
 @triton.jit

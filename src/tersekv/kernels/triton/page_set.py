@@ -49,13 +49,15 @@ class PagePart(NamedTuple):
         return *specs, self.keys.roped, identity(self.keys.pairs), *origins, types, self.head_dim
 
 
-def part(keys: Operand, values: Operand | None, device: torch.device) -> PagePart:
-    """Check a segment and describe it. values: None for an output without channels.
+def part(keys: Operand, values: Operand | None, device: torch.device, latent: bool = False) -> PagePart:
+    """Check a segment and describe it. values: None for an output without channels. latent: see `prepare`.
 
     Raises:
         UnreadableError: the kernels cannot read it. ValueError: keys and values have different
         numbers of tokens.
     """
+    if latent:
+        return PagePart(*trees.latents(keys, device), *trees.size(keys))
     made = PagePart(
         trees.keys(keys, device), trees.NO_VALUES if values is None else trees.values(values, device), *trees.size(keys)
     )
@@ -160,26 +162,27 @@ class PageSet:
         return PageSet([*self.groups, *more], self.segments + len(segments), self.device)
 
 
-def prepare(segments: Sequence[Segment]) -> PageSet:
+def prepare(segments: Sequence[Segment], latent: bool = False) -> PageSet:
     """Check the segments of one layer and build their kernel arguments. Masks are ignored.
 
     Args:
         segments: at least one, each with keys [B, H, T, D] and values [B, H, T, Dv] of its own T,
             any layouts.
+        latent: True if the values are the latents that keys begin with.
 
     Raises:
         UnreadableError: the kernels cannot read a segment. ValueError: keys and values of a segment
         have different numbers of tokens.
     """
     device = trees.device_of(segments[0].keys)
-    return PageSet(_groups(segments, 0, device), len(segments), device)
+    return PageSet(_groups(segments, 0, device, latent), len(segments), device)
 
 
-def _groups(segments: Sequence[Segment], first: int, device: torch.device) -> list[Group]:
+def _groups(segments: Sequence[Segment], first: int, device: torch.device, latent: bool = False) -> list[Group]:
     """Group segments. Their indices in the page set are from `first` on."""
     alike: dict[Any, list[tuple[int, Segment, PagePart]]] = {}
     for i, segment in enumerate(segments):
-        described = part(segment.keys, segment.values, device)
+        described = part(segment.keys, segment.values, device, latent)
         exact = isinstance(segment.keys, Tensor) and isinstance(segment.values, Tensor) and not segment.is_page
         alike.setdefault((exact, described.likeness()), []).append((first + i, segment, described))
     groups = []

@@ -20,6 +20,9 @@ from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton import tuning
 from tersekv.kernels.triton.leaves import Leaf, Readable, UnreadableError, changed, identity, power
 
+MOST_PADDED, LEAST_WIDTH = 256, 32
+"""Exact tokens with more channels than the first are read in several widths, none below the second."""
+
 
 def why_not_in_pages(name: str, leaves: Iterable[Leaf], roped: int = 0) -> str | None:
     """Return the reason why the tokens of these leaves cannot be read in another order, or None."""
@@ -142,11 +145,13 @@ def _key_leaves(
     if kind == "sum":
         parts = [_key_leaves(readable, part.operand, query, origin, roped, first) for part in view.views]
         return [leaf for part in parts for leaf in part]
-    if kind == "concat":
+    dims = view.dims if kind == "concat" else _widths(operand)
+    if len(dims) > 1:
+        parts = [part.operand for part in view.views] if kind == "concat" else view.split(dims, -1)
         leaves, at = [], 0
-        for part, dim in zip(view.views, view.dims, strict=True):
+        for part, dim in zip(parts, dims, strict=True):
             own = functools.partial(_channels, query, at, dim)
-            leaves += _key_leaves(readable, part.operand, own, (*origin, at, dim), roped, first + at)
+            leaves += _key_leaves(readable, part, own, (*origin, at, dim), roped, first + at)
             at += dim
         return leaves
     if kind == "rotated_mean":
@@ -157,6 +162,18 @@ def _key_leaves(
     if kind != "signs":
         return [changed(readable.leaf(operand), constants.FIRST, first)._replace(query=query, origin=origin)]
     return [_sketched(readable, sketch, view.head_dim, query, origin, roped, first) for sketch in view.sketches]
+
+
+def _widths(operand: Operand) -> list[int]:
+    """Return the widths in which exact tokens are read: powers of two for wide ones, as latents with rotated keys
+    are, because 576 channels would be padded to 1,024. One for other operands."""
+    if not isinstance(operand, Tensor) or operand.shape[-1] <= MOST_PADDED:
+        return [0]
+    widths, left = [], operand.shape[-1]
+    while left:
+        widths.append(min(left, 1 << (left.bit_length() - 1) if left >= LEAST_WIDTH else left))
+        left -= widths[-1]
+    return widths
 
 
 def _channels(query: Query, first: int, count: int, of: Tensor) -> Tensor:
@@ -272,6 +289,11 @@ class Values(NamedTuple):
     plain: bool = True
     origin: tuple[Any, ...] = ()
 
+    @property
+    def latent(self) -> bool:
+        """True if they are the first leaf of the keys."""
+        return bool(self.leaves) and not self.leaves[0].fields
+
 
 NO_VALUES = Values([], 0, _whole)
 
@@ -286,6 +308,26 @@ def values(operand: Operand, device: torch.device, dry: bool = False) -> Values:
     origin: list[Any] = []
     join = _value_leaves(Readable("values", device, dry), operand, leaves, origin)
     return Values(leaves, _end(leaves), join, isinstance(join, _Slice), tuple(origin))
+
+
+def latents(operand: Operand, device: torch.device) -> tuple[Keys, Values]:
+    """Build the leaves of latents with rotated keys, which are keys, and of the latents, which are values.
+
+    Grids of both are packed as those of values. The leaf of the values has no fields.
+
+    Raises:
+        UnreadableError: the kernels cannot read them.
+    """
+    view: Any = operand
+    if getattr(operand, "kind", None) != "concat" or len(view.views) > 2:
+        raise UnreadableError(f"latents with rotated keys are packed as {getattr(view, 'kind', 'exact tokens')}")
+    R, at, leaves = view.dims[0], 0, []
+    for part, dim in zip(view.views, view.dims, strict=True):
+        leaf = Readable("values", device).leaf(part.operand)
+        leaves.append(leaf._replace(query=functools.partial(_channels, _whole, at, dim), origin=(at, dim)))
+        at += dim
+    join: Any = _Slice(0, R)
+    return Keys(leaves), Values([Leaf(leaves[0].spec, ())], R, join, origin=(R,))
 
 
 class _Slice(NamedTuple):

@@ -81,20 +81,37 @@ def decode_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl
 @triton.jit
 def load_keys_trellis(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores [N, rows] of q float32 [channels, rows]."""
-    q *= _scales(leaf, b, h, S, LEAF)[:, None]
+    return trellis_scores(load_trellis(leaf, b, h, n0, T, S, LEAF, N), q)
+
+
+@triton.jit
+def load_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
+    """Load vectors that are keys, values or both: entries float16 [N, channels], scales and gains."""
+    x = _entries(leaf, b, h, n0, T, S, LEAF, N).to(tl.float16)
+    return x, _scales(leaf, b, h, S, LEAF), _gains(leaf, b, h, n0, T, S, LEAF, N)
+
+
+@triton.jit
+def trellis_scores(loaded, q):
+    """Scores [N, rows] of q float32 [channels, rows]."""
+    x, scales, gains = loaded
+    q *= scales[:, None]
     most = largest(q)
-    s = product(_entries(leaf, b, h, n0, T, S, LEAF, N).to(tl.float16), (q / most).to(tl.float16))
-    return s * (_gains(leaf, b, h, n0, T, S, LEAF, N) * most)[:, None]
+    return product(x, (q / most).to(tl.float16)) * (gains * most)[:, None]
+
+
+@triton.jit
+def trellis_sums(loaded, p):
+    """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
+    x, scales, gains = loaded
+    most = largest(gains)
+    return product(tl.trans(x), (p * (gains / most)[:, None]).to(tl.float16)) * (scales * most)[:, None]
 
 
 @triton.jit
 def load_values_trellis(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
-    gains = _gains(leaf, b, h, n0, T, S, LEAF, N)
-    most = largest(gains)
-    weights = (p * (gains / most)[:, None]).to(tl.float16)
-    out = product(tl.trans(_entries(leaf, b, h, n0, T, S, LEAF, N).to(tl.float16)), weights)
-    return out * (_scales(leaf, b, h, S, LEAF) * most)[:, None]
+    return trellis_sums(load_trellis(leaf, b, h, n0, T, S, LEAF, N), p)
 
 
 # Constants of `kernels/trellis.py`.

@@ -68,6 +68,10 @@ shared memory."""
 LEAST = Shape(1, 4, 1)
 """The smallest launch size, which fits every GPU."""
 
+WIDE = 256
+"""Padded channels up to which tiles grow. Of latents, 32 tokens are handled at a time: by 4 warps with the fewest
+instructions, by 8 where 4 have too few registers."""
+
 
 class LaunchPlan(NamedTuple):
     """Launch sizes of a call.
@@ -109,9 +113,10 @@ def plan(
 
 def key_of(R: int, keys: Sequence[Leaf], values: Sequence[Leaf], device: torch.device, has_rope: bool) -> Key:
     """Return the key of a call with R query rows."""
-    rows = 8 if R <= 8 else 16 if R <= 16 else 32
-    channels = max(leaf.spec[2] for leaf in (*keys, *values))
-    return Key(architecture(device), _kinds(keys), _kinds(values), has_rope, rows, channels)
+    channels, on = max(leaf.spec[2] for leaf in (*keys, *values)), architecture(device)
+    most = 16 if channels > WIDE and on not in HOPPER else 32  # more would not fit 99 KiB of shared memory
+    rows = 8 if R <= 8 else 16 if R <= 16 else most
+    return Key(on, _kinds(keys), _kinds(values), has_rope, rows, channels)
 
 
 def shrink(key: Key) -> bool:
@@ -138,6 +143,8 @@ def chosen(key: Key) -> Shape:
             return TABLE[known]
     kinds = {kind for kind, _ in (*key.keys, *key.values)}
     small = key.rows > 16 or bool(kinds & SMALL)
+    if key.channels > WIDE:
+        return LEAST._replace(warps=8) if small else LEAST
     if key.architecture not in HOPPER and (small or key.has_rope or key.architecture.startswith("gfx")):
         return LEAST
     blocks = TILES[small, key.has_rope] // (32 * key.channels)
