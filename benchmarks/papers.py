@@ -43,6 +43,8 @@ SHARED = ("command", "commit", "cpu", "isa", "paper", "model", "dtype", "options
 """Fields of the headers of records."""
 ROWS = {"default": "trellis, 3 bits, an earlier version", "HeadKV": "HeadKV, budget .25: half of the bytes"}
 """Names of rows that mean something else today."""
+CELLS = "model", "dtype", "column"
+"""Fields that name a column of a table. A run replaces the columns that it has."""
 FEWEST = 5
 """Cells with fewer samples are not printed, unless the experiment wants no more."""
 MOST_COLUMNS = 7
@@ -65,12 +67,15 @@ def read_lines(paper: str) -> list[Line]:
 
 
 def keep(paper: str, table: str, lines: Sequence[Line]) -> Path:
-    """Replace the committed records of a table and these models by `lines`."""
-    ours = {(line["model"], line["dtype"]) for line in lines}
-    others = [r for r in read_lines(paper) if r["table"] != table or (r["model"], r["dtype"]) not in ours]
+    """Replace the committed records of a table's columns and these models by `lines`."""
+    ours = {tuple(line[name] for name in CELLS) for line in lines}
+    held = read_lines(paper)
+    others = [r for r in held if r["table"] == table and tuple(r[name] for name in CELLS) not in ours]
+    columns = list(dict.fromkeys(r["column"] for r in (*(r for r in held if r["table"] == table), *lines)))
+    here = sorted((*others, *lines), key=lambda r: columns.index(r["column"]))  # in the order of the first run
     RECORDS.mkdir(parents=True, exist_ok=True)
     path = RECORDS / f"{paper}.jsonl"
-    path.write_text("".join(runs.written([*others, *lines], SHARED)), "utf-8")
+    path.write_text("".join(runs.written([*(r for r in held if r["table"] != table), *here], SHARED)), "utf-8")
     return path
 
 

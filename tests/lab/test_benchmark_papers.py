@@ -92,20 +92,24 @@ def test_tables_with_many_columns_are_turned(driver: ModuleType, parts: ModuleTy
     assert table[-1] == "| true bits | 16.00 |"
 
 
-def test_records_of_a_table_are_replaced(
+def test_records_of_a_column_are_replaced(
     driver: ModuleType, parts: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(driver, "RECORDS", tmp_path / "records")
     setting = parts.Setting("m", "float32", Path())
-    for mean in (0.25, 0.5):
-        result = parts.Result("full", "2k", "accuracy", mean, None, 1, 50)
-        driver.keep("kvquant", "table2", driver.lines_of("kvquant", "table2", setting, [result]))
-    lines = driver.read_lines("kvquant")
-    assert [line["mean"] for line in lines] == [0.5]
+    for table, *means in (("table2", 0.25, 0.75), ("table2", 0.5), ("table9", 0.125)):
+        results = [
+            parts.Result("full", column, "accuracy", mean, None, 1, 50)
+            for column, mean in zip(("2k", "4k"), means, strict=False)
+        ]
+        driver.keep("kvquant", table, driver.lines_of("kvquant", table, setting, results))
+    lines = [line for line in driver.read_lines("kvquant") if line["table"] == "table2"]
+    assert [(line["column"], line["mean"]) for line in lines] == [("2k", 0.5), ("4k", 0.75)]
+    assert len(driver.read_lines("kvquant")) == 3
     assert driver.ran(lines) == "m, float32, 1 of 50 samples per cell"
     made = str(driver.section("kvquant", "table2", lines))
     assert made.startswith("## Table 2: ")
-    assert "| full | n = 1 |" in made
+    assert "| full | n = 1 | n = 1 |" in made
     assert "python benchmarks/papers.py kvquant table2 --out FOLDER" in made
     assert "Not run." in str(driver.section("kvquant", "table2", []))
 
