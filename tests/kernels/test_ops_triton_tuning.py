@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from packed_views import packed, tokens
+from tersekv.errors import UserError
 from tersekv.kernels import backends, triton
 
 pytestmark = pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed()))
@@ -105,7 +106,7 @@ def test_a_kernel_that_does_not_fit_is_made_smaller(monkeypatch):
         def __getitem__(self, grid):
             def refuse(*args, NB, num_stages, **options):
                 tried.append((NB, num_stages))
-                if num_stages > 1 or NB > 1:
+                if num_stages > 1 or fits < NB:
                     raise OutOfResources(300_000, 232_448, "shared memory")
                 kernel[grid](*args, NB=NB, num_stages=num_stages, **options)
 
@@ -115,7 +116,16 @@ def test_a_kernel_that_does_not_fit_is_made_smaller(monkeypatch):
     monkeypatch.setattr(tuning, "TABLE", {})
     tuning.chosen.cache_clear()
     keys, values = (packed("grid", side, tokens(1, 2, 96, 64)).inner.operand for side in ("keys", "values"))
-    with backends.forced("triton"):
-        backends.attend_packed(torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None)
-    assert tried == [(4, 2), (4, 1), (2, 1), (1, 1)]
+    call = torch.randn(1, 2, 3, 64), keys, values, None, 0.125, None
+    for fits in (0, 1):
+        with backends.forced("triton"):
+            if fits:
+                backends.attend_packed(*call)
+            else:
+                with pytest.raises(UserError, match="cannot run attend_packed: out of resource"):
+                    backends.attend_packed(*call)
+        assert tried == [(4, 2), (4, 1), (2, 1), (1, 1)]
+        tried.clear()
+        tuning.TABLE.clear()
+        tuning.chosen.cache_clear()
     tuning.chosen.cache_clear()

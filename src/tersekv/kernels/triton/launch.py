@@ -11,6 +11,7 @@ from triton.runtime.errors import OutOfResources
 
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment
+from tersekv.kernels.registry import NotTaken
 from tersekv.kernels.triton import attend_kernel as kernels
 from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton.leaves import Leaf, power
@@ -99,14 +100,18 @@ def _attend(
 
 def _launch(query: Tensor, groups: Sequence[Group], *call: Any) -> tuple[Tensor, Tensor]:
     """Return out [B, H, R, channels] and lse [B, H, R] over groups that have equally many channels.
-    A kernel that does not fit the GPU is compiled again in smaller sizes."""
+    A kernel that does not fit the GPU is compiled again in smaller sizes.
+
+    Raises:
+        NotTaken: there is no smaller size.
+    """
     while True:
         try:
             return _launched(query, groups, *call)
-        except OutOfResources:
+        except OutOfResources as error:
             smaller = [_shrink(group, query.shape[2]) for group in groups]
             if not any(smaller):
-                raise
+                raise NotTaken(str(error)) from error
 
 
 def _shrink(group: Group, R: int) -> bool:

@@ -28,6 +28,7 @@ from torch import Tensor
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.kernels.attend_packed import attend_packed
+from tersekv.kernels.registry import NotTaken
 from tersekv.lab.bench.attend import HeadCounts
 from tersekv.lab.bench.clock import Spread
 from tersekv.lab.bench.clock_gpu import Clock, Run
@@ -146,7 +147,7 @@ def _refusals() -> tuple[type[Exception], ...]:
 
     Triton's errors are listed because they are not RuntimeErrors.
     """
-    usual = ImportError, RuntimeError, ValueError, TypeError
+    usual = ImportError, RuntimeError, ValueError, TypeError, NotTaken
     if importlib.util.find_spec("triton") is None:
         return usual
     return *usual, importlib.import_module("triton.runtime.errors").TritonError
