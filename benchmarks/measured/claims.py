@@ -40,7 +40,7 @@ def _needles(says: str, first: str, second: str, margin: float = 0.0) -> Claim:
 
 
 def _lines(says: str, first: str, second: str, experiment: str = "table1", column: str = "10 lines in 1/2") -> Claim:
-    where = "Table 1" if experiment == "table1" else "Table 1, pairs"
+    where = {"table1-unseen": "Table 1, question unknown", "table1-pairs": "Table 1, pairs"}.get(experiment, "Table 1")
     return Claim("subgen", where, says, experiment, first, second, (column,), "accuracy")
 
 
@@ -94,6 +94,8 @@ CLAIMS = {
         ),
         _lines("SubGen answers better than attention sinks", "SubGen", "attention sinks"),
         _lines("SubGen answers better than H2O", "SubGen", "H2O"),
+        _lines("SubGen answers better than attention sinks", "SubGen", "attention sinks", "table1-unseen"),
+        _lines("SubGen answers better than H2O", "SubGen", "H2O", "table1-unseen"),
         _lines("SubGen answers better than attention sinks", "SubGen", "attention sinks", *PAIRS),
         _lines("SubGen answers better than H2O", "SubGen", "H2O", *PAIRS),
         Claim("subgen", *BOTH_QUARTERS, "k-center, 1/2", "Algorithm 1, 1/2", ("1024",), "kl"),
