@@ -46,6 +46,19 @@ def step(row: Row, own: Row) -> str:
     return f"{row['ms']:,.1f}" + (f" ({faster:.{0 if faster >= 10 else 1}f})" if row is not own else "")
 
 
+def slower() -> str:
+    """Return how often a packed step of 8,192 tokens and more takes longer than one over exact latents."""
+    times: dict[str, list[float]] = {}
+    for _, found in groupby((row for row in rows(SPEED) if "ms" in row and row["tokens"] >= 8192), about):
+        ways = {row["way"]: row["ms"] for row in found}
+        for way in ways.keys() - {OWN, "exact"}:
+            times.setdefault(way, []).append(ways[way] / ways["exact"])
+    return ", ".join(
+        f"`{way}` in {sum(x > 1 for x in found)} of {len(found)} cells (at most {max(found):.2f} times as long)"
+        for way, found in sorted(times.items())
+    )
+
+
 def prompt(row: Row, own: Row) -> str:
     """Return seconds and gigabytes."""
     return f"{row['prompt_ms'] / 1e3:.2f} s, {row['peak_bytes'] / 1e9:.2f} GB"
@@ -91,7 +104,8 @@ def page() -> Page:
                 f"Milliseconds of a step of one layer with its projections, on a {cpu(first)} with "
                 f"{first['threads']} threads, medians in turns; in brackets how many times as fast as transformers' "
                 "own cache. `exact` packs nothing. With few tokens the projections, which all ways share, take most "
-                "of a step. MiniCPM3-4B is also run whole, with its MLPs and its vocabulary.",
+                "of a step. MiniCPM3-4B is also run whole, with its MLPs and its vocabulary. With 8,192 tokens "
+                f"and more, packed latents take longer than exact ones: {slower()}.",
                 by_way("ms", step), [SPEED], command.format("speed"),
             ),
             Section(

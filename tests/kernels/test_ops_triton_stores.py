@@ -177,20 +177,22 @@ def captured(run, device, monkeypatch):  # noqa: F811
     return lambda: [again() for again in launches], outs
 
 
-@pytest.mark.parametrize("rows", [3, 41])
 @pytest.mark.parametrize(
-    "recipe",
-    ["kivi:bits=4,group=32", "uniform:bits=3,group=16", "turboquant:bits=4", "trellis:bits=3,calibration=prompt",
-     "exact:dtype=bf16"],
+    ("recipe", "rows"),
+    [("kivi:bits=4,group=32", 3), ("uniform:bits=3,group=16", 41), ("turboquant:bits=4", 41),
+     ("trellis:bits=3,calibration=prompt", 3), ("kivi:bits=4/exact", 3), ("exact:dtype=bf16", 257)],
 )  # fmt: skip
 def test_latents_are_decoded_once(device, recipe, rows):  # noqa: F811
     """Scales of groups, of tokens, of elements and of components; exact tokens wider than a power of two."""
     made = torch.Generator().manual_seed(0)
-    latents, rotated = (torch.randn(2, 1, 100, width, generator=made) for width in (320, 64))
-    s = LayerStore(Recipe.parse(recipe).plan(0, 1).of_latents(0), latents[:, :, :0], rotated[:, :, :0], None, None)
+    latents, rotated = (torch.randn(2, 1, 230, width, generator=made) for width in (320, 64))
+    plan = Recipe.parse(f"window:sinks=2,recent=8+{recipe}").plan(0, 1).of_latents(0)
+    s = LayerStore(plan, latents[:, :, :0], rotated[:, :, :0], None, None)
     with backends.forced("auto"):
-        s.append(latents, rotated)
-    mask = torch.ones(2, 1, 100, dtype=torch.bool)
+        s.append(latents[:, :, :180], rotated[:, :, :180])
+        s.append(latents[:, :, 180:], rotated[:, :, 180:])
+    assert len(list(s.packed_pages())) == 2
+    mask = torch.ones(2, 1, 230, dtype=torch.bool)
     mask[0, :, :40] = False
     query = torch.randn(2, rows, 1, 384, generator=made)
     with backends.forced("reference"):

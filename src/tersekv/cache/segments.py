@@ -95,7 +95,7 @@ def packed_pages_of(pages: Sequence[PackedSegment], heads: int, shared: int = 0)
         (pages[0].keys.linear, pages[0].values.linear),
         heads,
         [page.correction for page in pages],
-        0 if isinstance(pages[0].values.inner.operand, Tensor) else shared,  # floats need no decoding
+        shared,
     )
 
 

@@ -52,10 +52,11 @@ def native_pages(pages: PackedPages) -> Any:
     made = pages.made.get(NAME)
     if made is None:
         native, (keys, values) = cpu.loaded(), pages.maps
+        shared = 0 if isinstance(pages.values[0], Tensor) else pages.shared  # floats need no decoding
         views = [native_view(native, operand) for operand in pages.keys]
         made = pages.made[NAME] = native.pages(
             keys=views,
-            values=views if pages.shared else [native_view(native, operand) for operand in pages.values],
+            values=views if shared else [native_view(native, operand) for operand in pages.values],
             first=[_first(where) for where in pages.where],
             marks=[where.native if isinstance(where, Marks) else None for where in pages.where],
             key_rotation=_contiguous(keys.rotation),
@@ -67,7 +68,7 @@ def native_pages(pages: PackedPages) -> Any:
             value_channels=values.channels,
             value_mean=values.mean,
             corrections=[_contiguous(correction) for correction in pages.corrections],
-            shared=pages.shared,
+            shared=shared,
         )
     return made
 

@@ -36,9 +36,9 @@ Result = TypeVar("Result")
 
 NAME = "triton"
 
-MAX_ROWS = 256
-"""Most query rows per key-value head. More rows are a chunk of a prompt, which is work for a dense
-matrix product."""
+MAX_ROWS, MAX_ROWS_OF_ONE = 256, 1024
+"""Most query rows per key-value head, and of a layer's only one, as latents have, because most of its rows are heads.
+More rows are a chunk of a prompt, which is work for a dense matrix product."""
 
 
 @functools.cache
@@ -185,8 +185,9 @@ def _why_not_query(query: Tensor) -> str | None:
         return f"query is {query.dtype}, not float32"
     if query.requires_grad and torch.is_grad_enabled():
         return "query needs a gradient"
-    if query.shape[2] > MAX_ROWS:
-        return f"query has {query.shape[2]} rows per key-value head, more than {MAX_ROWS}"
+    most = MAX_ROWS if query.shape[1] > 1 else MAX_ROWS_OF_ONE
+    if query.shape[2] > most:
+        return f"query has {query.shape[2]} rows per key-value head, more than {most}"
     return None
 
 
@@ -270,7 +271,7 @@ def attend(
     exact segments of the same type, and one that merges.
 
     Args:
-        query: float32 [B, H, R, D], at most `MAX_ROWS` rows, on the page set's device.
+        query: float32 [B, H, R, D], on the page set's device.
         masks: one per segment, in the order in which they were prepared, or None for a segment
             whose tokens are all visible. bool [B, q, T] or [B, H, q, T], True where a token is
             visible, R % q == 0 (row r uses mask row r % q). None: all tokens are visible.
