@@ -190,7 +190,7 @@ def kvquant_page() -> Page:
         "without outliers is 5.94 there and 5.87 in Table 18. Calibrated on 16 samples of 2,048 tokens of wikitext-2's "
         "training text where a table names nothing else. Calibrating the same samples again changes perplexity by up "
         "to 1.3 % at 4 and 3 bits and 3.7 % at 2 bits, so smaller differences are not settled by windows alone. Of "
-        "SmolLM2-135M, columns with 4 and 2 bits, and Tables 13, 19, 21 and those after them, are from before two "
+        "SmolLM2-135M, columns with 4 and 2 bits, and Tables 13, 21 and those after them, are from before two "
         "changes: k-means started at random, and outliers of values were rounded "
         "up to 2 of 192 values (1.04 % instead of 1 %). The other models were read in 16 windows of 512 tokens and "
         "calibrated on 4 samples of 512, which is a smaller test than the paper's.",
