@@ -68,14 +68,15 @@ def read_lines(paper: str) -> list[Line]:
 
 def keep(paper: str, table: str, lines: Sequence[Line]) -> Path:
     """Replace the committed records of a table's columns and these models by `lines`."""
-    ours = {tuple(line[name] for name in CELLS) for line in lines}
     held = read_lines(paper)
-    others = [r for r in held if r["table"] == table and tuple(r[name] for name in CELLS) not in ours]
-    columns = list(dict.fromkeys(r["column"] for r in (*(r for r in held if r["table"] == table), *lines)))
-    here = sorted((*others, *lines), key=lambda r: columns.index(r["column"]))  # in the order of the first run
+    elsewhere, here = ([r for r in held if (r["table"] == table) is there] for there in (False, True))
+    columns = list(dict.fromkeys(r["column"] for r in (*here, *lines)))  # in the order of the first run
+    ours = {tuple(line[name] for name in CELLS) for line in lines}
+    others = [r for r in here if tuple(r[name] for name in CELLS) not in ours]
+    made = sorted((*others, *lines), key=lambda r: columns.index(r["column"]))
     RECORDS.mkdir(parents=True, exist_ok=True)
     path = RECORDS / f"{paper}.jsonl"
-    path.write_text("".join(runs.written([*(r for r in held if r["table"] != table), *here], SHARED)), "utf-8")
+    path.write_text("".join(runs.written([*elsewhere, *made], SHARED)), "utf-8")
     return path
 
 

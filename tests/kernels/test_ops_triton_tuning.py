@@ -128,4 +128,3 @@ def test_a_kernel_that_does_not_fit_is_made_smaller(monkeypatch):
         tried.clear()
         tuning.TABLE.clear()
         tuning.chosen.cache_clear()
-    tuning.chosen.cache_clear()

@@ -101,12 +101,11 @@ def mean_in_pages(D: int = 64) -> None:
 def latents(recipe: str, L: int = 512, D: int = 64, R: int = 16) -> None:
     """Call attention over two pages of latents with rotated keys, and over exact ones."""
     plan, x, rotated = Recipe.parse(recipe).plan(0, 1).of_latents(0), tokens(1, 1, 64, L), tokens(1, 1, 64, D)
+    codecs = plan.keys.fit(x), plan.values.fit(rotated)
     parts = [
-        (view.inner, dim)
-        for codec, held, dim in ((plan.keys.fit(x), x, L), (plan.values.fit(rotated), rotated, D))
-        for view in [codec.view(codec.encode(held), dim)]
+        codec.view(codec.encode(held), held.shape[-1]).inner for codec, held in zip(codecs, (x, rotated), strict=True)
     ]
-    page = Segment(Concat(parts), parts[0][0].operand, is_page=True)
+    page = Segment(Concat([(parts[0], L), (parts[1], D)]), parts[0].operand, is_page=True)
     exact = torch.cat([x, rotated], dim=-1).bfloat16()
     made = prepare([page, page], latent=True).with_segments([Segment(exact, exact[..., :L])])
     launch.attend(torch.randn(1, 1, R, L + D), made, [None] * 3, 0.1, None)

@@ -103,7 +103,7 @@ def _launch(query: Tensor, groups: Sequence[Group], *call: Any) -> tuple[Tensor,
     A kernel that does not fit the GPU is compiled again in smaller sizes.
 
     Raises:
-        NotTaken: there is no smaller size.
+        NotTaken: it does not fit in the smallest one either.
     """
     while True:
         try:

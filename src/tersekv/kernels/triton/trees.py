@@ -20,9 +20,6 @@ from tersekv.kernels.triton import leaves as constants
 from tersekv.kernels.triton import tuning
 from tersekv.kernels.triton.leaves import Leaf, Readable, UnreadableError, changed, identity, power
 
-MOST_PADDED, LEAST_WIDTH = 256, 32
-"""Exact tokens with more channels than the first are read in several widths, none below the second."""
-
 
 def why_not_in_pages(name: str, leaves: Iterable[Leaf], roped: int = 0) -> str | None:
     """Return the reason why the tokens of these leaves cannot be read in another order, or None."""
@@ -146,7 +143,7 @@ def _key_leaves(
         parts = [_key_leaves(readable, part.operand, query, origin, roped, first) for part in view.views]
         return [leaf for part in parts for leaf in part]
     dims = view.dims if kind == "concat" else _widths(operand)
-    if len(dims) > 1:
+    if dims:
         parts = [part.operand for part in view.views] if kind == "concat" else view.split(dims, -1)
         leaves, at = [], 0
         for part, dim in zip(parts, dims, strict=True):
@@ -165,13 +162,14 @@ def _key_leaves(
 
 
 def _widths(operand: Operand) -> list[int]:
-    """Return the widths in which exact tokens are read: powers of two for wide ones, as latents with rotated keys
-    are, because 576 channels would be padded to 1,024. One for other operands."""
-    if not isinstance(operand, Tensor) or operand.shape[-1] <= MOST_PADDED:
-        return [0]
-    widths, left = [], operand.shape[-1]
+    """Return the powers of two in which wide exact tokens are read, as latents with rotated keys are, because 576
+    channels would be padded to 1,024. None for other operands."""
+    left = operand.shape[-1] if isinstance(operand, Tensor) else 0
+    if left <= tuning.WIDE or left == power(left):
+        return []
+    widths = []
     while left:
-        widths.append(min(left, 1 << (left.bit_length() - 1) if left >= LEAST_WIDTH else left))
+        widths.append(1 << (left.bit_length() - 1) if left > power(1) else left)
         left -= widths[-1]
     return widths
 
@@ -319,7 +317,7 @@ def latents(operand: Operand, device: torch.device) -> tuple[Keys, Values]:
         UnreadableError: the kernels cannot read them.
     """
     view: Any = operand
-    if getattr(operand, "kind", None) != "concat" or len(view.views) > 2:
+    if getattr(operand, "kind", None) != "concat":
         raise UnreadableError(f"latents with rotated keys are packed as {getattr(view, 'kind', 'exact tokens')}")
     R, at, leaves = view.dims[0], 0, []
     for part, dim in zip(view.views, view.dims, strict=True):
