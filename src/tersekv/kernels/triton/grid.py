@@ -201,7 +201,7 @@ def _value_planes(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
 
 @triton.jit
 def load_value_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Load values, perhaps keys, too: entries float16 [channel groups, 32, 32·NB], scales of these and offsets."""
+    """Load values that are keys, too: entries float16 [channel groups, 32, 32·NB], scales and offsets."""
     x = _value_entries(leaf, b, h, n0, T, S, LEAF, NB)
     if S[LEAF][SCALES] == TO_ELEMENTS:
         P: tl.constexpr = S[LEAF][PADDED]
@@ -213,7 +213,7 @@ def load_value_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: 
         return tl.reshape((y / most).to(tl.float16), (P // 32, 32, 32 * NB)), scale, scale
     else:
         scale, offset = _value_planes(leaf, b, h, n0, T, S, LEAF, NB)
-        return x, scale * _unit(S, LEAF), offset
+        return x, scale, offset
 
 
 @triton.jit
@@ -225,12 +225,13 @@ def value_grid_scores(loaded, q, S: tl.constexpr, LEAF: tl.constexpr):
     R: tl.constexpr = q.shape[1]
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
         groups = tl.reshape(q, (G, 32, R))
-        s = product(tl.permute(x, (0, 2, 1)), groups.to(tl.float16)) * scale[:, :, None]
+        s = product(tl.permute(x, (0, 2, 1)), groups.to(tl.float16)) * (scale * _unit(S, LEAF))[:, :, None]
         if S[LEAF][HAS_OFFSET]:
             s += offset[:, :, None] * tl.sum(groups, axis=1)[:, None, :]
         return tl.sum(s, axis=0)
     else:
-        s = product(tl.trans(tl.reshape(x, (32 * G, N))), q.to(tl.float16)) * scale[:, None]
+        unit = 1.0 if S[LEAF][SCALES] == TO_ELEMENTS else _unit(S, LEAF)
+        s = product(tl.trans(tl.reshape(x, (32 * G, N))), q.to(tl.float16)) * (scale * unit)[:, None]
         if S[LEAF][HAS_OFFSET] and S[LEAF][SCALES] == TO_PRODUCT:
             s += offset[:, None] * tl.sum(q, axis=0)[None, :]
         return s
@@ -246,12 +247,13 @@ def value_grid_sums(loaded, p, S: tl.constexpr, LEAF: tl.constexpr):
     most = largest(scale)
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
         coefficients = (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)
-        out = product(x, coefficients) * most
+        out = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
             out += _offsets(offset, p)
         return tl.reshape(out, (32 * G, R))
     else:  # a scale per token goes to the weight, and one product serves all channels
-        out = product(tl.reshape(x, (32 * G, N)), (p * (scale / most)[:, None]).to(tl.float16)) * most
+        unit = 1.0 if S[LEAF][SCALES] == TO_ELEMENTS else _unit(S, LEAF)
+        out = product(tl.reshape(x, (32 * G, N)), (p * (scale / most)[:, None]).to(tl.float16)) * (most * unit)
         if S[LEAF][HAS_OFFSET] and S[LEAF][SCALES] == TO_PRODUCT:
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
         return out
