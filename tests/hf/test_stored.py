@@ -113,6 +113,17 @@ def test_it_loads_into_any_recipe(stored, recipe):
     assert loaded.get_seq_length() == TOKENS + 3
 
 
+def test_pieces_follow_each_other(stored, monkeypatch):
+    model, _, path = stored
+    whole = tokens_of(CompressedCache.load(path, model, recipe="exact"))
+    monkeypatch.setattr("tersekv.hf.stored.PIECE", 1)
+    pieces = CompressedCache.load(path, model, recipe="exact")
+    assert {layer.first_tokens for layer in pieces.layers} == {TOKENS}
+    for one, other in zip(whole, tokens_of(pieces), strict=True):
+        for a, b in zip(one, other, strict=True):
+            torch.testing.assert_close(a, b, atol=2e-2, rtol=0)
+
+
 def test_a_short_prompt_is_exact(llama, tmp_path):
     cache = read(llama, 100)
     cache.save(tmp_path / "a", storage=1)

@@ -8,8 +8,8 @@ The file is a `cache/tensor_file.py` with other metadata than a packed cache has
     tables.<group>.<side>.*     tables of the pages, and of the last one
     bases.<group>.<side>.*      the bases, unless they are those of the model's calibration
 
-Loading decodes one layer after another to exact tokens, which any recipe packs. The file holds the
-tokens that the cache held: of a sliding window no more than the window.
+Loading decodes pieces of 2,048 tokens to exact ones, layer by layer, which any recipe packs. The file
+holds the tokens that the cache held: of a sliding window no more than the window.
 """
 
 from __future__ import annotations
@@ -33,13 +33,16 @@ from tersekv.malloc_trim import malloc_trim
 from tersekv.models.config import longest_context
 from tersekv.storage import codec, streams
 from tersekv.storage.basis import OWN_NUMBERS, Basis, Sums, fitted, plain_metric, specs
-from tersekv.storage.codec import Page, Span
+from tersekv.storage.codec import Components, Page, Span
 from tersekv.tensors import type_name
 from tersekv.transforms.rope import NO_ROPE
 
 log = logging.getLogger(__name__)
 OWN = {"prompt": OWN_NUMBERS, "layer": 1}
 """Most numbers of a group, if the bases are fitted on the prompt, or on the prompt layer by layer."""
+
+PIECE = 9
+"""Pages that are read at once, at most. Layers are filled piece by piece, so memory does not grow with the file."""
 
 PARTS = "pages", "recent"
 """Parts of a group's pages that have tables of their own: all pages but the last one, and that one."""
@@ -268,31 +271,42 @@ class StoredFile:
         return bases
 
     def fill(self) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yield each layer's index, keys and values [1, H, T, D]; tokens out of a sliding window are 0.
+        """Yield a layer's index, and keys and values [1, H, n, D] of its next tokens, until each layer has all.
+
+        Tokens out of a sliding window are 0.
 
         Raises:
             UserError: bytes are not those of tokens.
         """
         for group, (indices, span) in enumerate(zip(self.layers.groups, self.layers.spans, strict=True)):
-            exact = {side: self._exact(group, side) for side in SIDES}
-            pages = {side: [self._page(group, side, n) for n in span.pages] for side in SIDES}
-            for place, index in enumerate(indices):
-                keys, values = (self._tokens(group, place, side, exact[side][place], pages[side]) for side in SIDES)
-                yield index, keys, values
-            del exact, pages, keys, values  # before those of the next group
+            exact, numbers = {side: self._exact(group, side) for side in SIDES}, list(span.pages)
+            count = -(-len(numbers) // PIECE) or 1
+            for n in range(count):
+                piece = numbers[n * len(numbers) // count : (n + 1) * len(numbers) // count]
+                found = {side: self._components(group, side, piece) for side in SIDES}
+                for place, index in enumerate(indices):
+                    first = {side: None if n else exact[side][place] for side in SIDES}
+                    keys, values = (self._tokens(group, place, side, first[side], found[side]) for side in SIDES)
+                    yield index, keys, values
+                    del keys, values  # before those of the next layer
 
     def page(self, number: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Return keys and values [1, H, n, D] of a page's tokens, by layer. No other page is read."""
-        found = {}
+        read = {}
         for group, (indices, span) in enumerate(zip(self.layers.groups, self.layers.spans, strict=True)):
             if number in span.pages:
-                pages = {side: self._page(group, side, number) for side in SIDES}
+                found = {side: self._components(group, side, [number]) for side in SIDES}
                 for place, index in enumerate(indices):
-                    keys, values = (
-                        self._decoded(group, place, side, [pages[side]], span.pages[number][0]) for side in SIDES
-                    )
-                    found[index] = next(keys), next(values)
-        return found
+                    keys, values = (self._tokens(group, place, side, None, found[side]) for side in SIDES)
+                    read[index] = keys, values
+        return read
+
+    def _components(self, group: int, side: Side, pages: Sequence[int]) -> tuple[int, Components] | None:
+        """Return the first token of pages that follow each other, and their components; None without pages."""
+        if not pages:
+            return None
+        found = Components.of([self._page(group, side, n) for n in pages], self.bases[group, side])
+        return self.layers.spans[group].pages[pages[0]][0], found
 
     def _page(self, group: int, side: Side, number: int) -> Page:
         """Return a page of one side of a group."""
@@ -313,31 +327,26 @@ class StoredFile:
         except UserError as error:
             raise UserError(f"{name} {error}") from error
 
-    def _tokens(self, group: int, place: int, side: Side, exact: Tensor, pages: Sequence[Page]) -> Tensor:
-        """Return one side [1, H, T, D] of the layer that is at `place` in its group."""
-        span, (H, _, D) = self.layers.spans[group], exact.shape
-        out = torch.zeros((1, H, span.last, D), dtype=self.dtype)
-        out[0, :, span.first : span.start], at = exact.to(self.dtype), span.start
-        for x in self._decoded(group, place, side, pages, at):
-            out[:, :, at : at + x.shape[2]] = x
-            at += x.shape[2]
-        return out
+    def _tokens(
+        self, group: int, place: int, side: Side, exact: Tensor | None, coded: tuple[int, Components] | None
+    ) -> Tensor:
+        """Return one side [1, H, n, D] of the layer that is at `place` in its group.
 
-    def _decoded(self, group: int, place: int, side: Side, pages: Sequence[Page], at: int) -> Iterator[Tensor]:
-        """Yield the tokens [1, H, n, D] of each page. at: position of the first one."""
+        exact: first tokens [H, n, D] of the layer, in the first piece. coded: see `_components`.
+        """
         layers, width, D = self.layers, self.layers.widths[side], self.layers.dims[side]
-        index, numbers = layers.groups[group][place], (place * width, (place + 1) * width)
-        rope = layers.cache.ropes.known(index) or NO_ROPE
-        if not pages:
-            return
-        rows = self.bases[group, side].matrix(max(page.components for page in pages), *numbers)
-        for page in pages:
-            flat = page.vectors(self.bases[group, side], rows, *numbers)
+        parts, span = [], layers.spans[group]
+        if exact is not None:
+            parts = [exact.new_zeros((1, len(exact), span.first, D), dtype=self.dtype), exact[None].to(self.dtype)]
+        if coded is not None:
+            at, components = coded
+            flat = components.vectors(self.bases[group, side], place * width, (place + 1) * width)
             x = flat.unflatten(1, (-1, D)).transpose(0, 1)[None]
             if side == "keys":
-                x = rope.apply(x, *layers.cos_sin(index, at, len(flat)))
-            at += len(flat)
-            yield x.to(self.dtype)
+                index = layers.groups[group][place]
+                x = (layers.cache.ropes.known(index) or NO_ROPE).apply(x, *layers.cos_sin(index, at, len(flat)))
+            parts.append(x.to(self.dtype))
+        return torch.cat(parts, dim=2)
 
 
 def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
@@ -350,10 +359,12 @@ def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tenso
     file.check_whole()
     for index, keys, values in file.fill():
         layer, (keys, values) = file.layers.layer(index), (x.to(device) for x in (keys, values))
-        layer.lazy_initialization(keys, values)
+        if not layer.is_initialized:
+            layer.first_tokens = file.layers.tokens
+            layer.lazy_initialization(keys, values)
         try:
             layer.append(keys, values)
         except CacheError as error:
             raise UserError(str(error)) from error
         del keys, values
-        malloc_trim()  # else freed tokens of each layer stay resident between the packed ones
+    malloc_trim()

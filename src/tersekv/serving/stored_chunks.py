@@ -35,7 +35,7 @@ from tersekv.models.loading import load_config, resolve
 from tersekv.models.rope import Ropes
 from tersekv.serving.chunks import HEADER, Shape, checked_body, header
 from tersekv.storage import codec, streams
-from tersekv.storage.codec import FIRST, Page
+from tersekv.storage.codec import FIRST, Components, Page
 from tersekv.transforms.rope import NO_ROPE, Rope
 
 LEAST = 0.5
@@ -153,12 +153,12 @@ class StoredChunkCoder:
         layers, basis, width = self.groups[g], self.bases[g, side], self.width
         first = min(FIRST, T) if at == 0 else 0
         kept = codec.exact_tensor(exact, (len(layers), first, width), torch.bfloat16)
-        page = Page.of(table, data, len(basis.rows), T - first, step) if first < T else None
+        pages = [Page.of(table, data, len(basis.rows), T - first, step)] if first < T else []
+        found = Components.of(pages, basis) if pages else None
         for place, layer in enumerate(layers):
             x = torch.zeros((T, width))
-            if page is not None:
-                numbers = place * width, (place + 1) * width
-                x[first:] = page.vectors(basis, basis.matrix(page.components, *numbers), *numbers)
+            if found is not None:
+                x[first:] = found.vectors(basis, place * width, (place + 1) * width)
                 x = self._rotated(x, layer, at, -1) if side == "keys" else x
             x[:first] = kept[place].float()
             yield x

@@ -12,7 +12,6 @@ metric for the rows as stored.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -107,24 +106,10 @@ class Basis(NamedTuple):
         """Return log2 of the weights of the tokens of x [T, n], float32 [T]."""
         return (x.float() - self.mean.float()) @ self.weight
 
-    def matrix(self, k: int, first: int, last: int) -> Tensor:
-        """Return what the first k components add to numbers first to last of x, [k, last − first].
-
-        It is bfloat16 where products of it are fast. Rounding it errs as much as rounding rows to int8.
-        """
-        scaled = self.rows[:k, first:last] * self.scale[:k, None] * self.channels[first:last]
-        return scaled.bfloat16() if _fast_bfloat16() else scaled
-
     @property
     def nbytes(self) -> int:
         """Bytes of what reading needs."""
         return sum(tensor.nbytes for tensor in self[:4])
-
-
-@functools.cache
-def _fast_bfloat16() -> bool:
-    """True if the CPU multiplies bfloat16 matrices faster than float32 ones."""
-    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def specs(n: int, k: int | None = None) -> dict[str, TensorSpec]:

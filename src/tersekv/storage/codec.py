@@ -6,6 +6,7 @@ exceeds the common water level (reverse water-filling, Cover & Thomas, §10.3).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -165,12 +166,9 @@ def pack(codes: Sequence[Tensor], exponents: Sequence[Tensor]) -> tuple[bytes, l
 
 
 class Page(NamedTuple):
-    """Codes [k, tokens] of a page of one side of a group, and the steps of its tokens, float32 [tokens].
+    """Codes int16 [k, tokens] of a page of one side of a group, and the steps of its tokens, float32 [tokens]."""
 
-    codes: by band. A band has the smallest type that holds its codes; those of the first bands are much larger.
-    """
-
-    codes: list[Tensor]
+    codes: Tensor
     steps: Tensor
 
     @staticmethod
@@ -183,29 +181,39 @@ class Page(NamedTuple):
         exponents, codes = streams.unpack(table, page, (1, components), tokens)
         if int(exponents.abs().max()) > MOST_EXPONENT:
             raise UserError("has exponents that are not possible")
-        most = [int(band.abs().max()) for band in _bands(codes)]
-        while most and not most[-1]:  # other pages have codes of these components
-            most.pop()
-        bands = zip(_bands(codes), most, strict=False)
-        kept = [band.to(torch.int8) if high < 128 else band.clone() for band, high in bands]
-        return Page(kept, step * (-exponents[0] / PER_OCTAVE).exp2())
-
-    @property
-    def components(self) -> int:
-        """Number of components with codes."""
-        return sum(map(len, self.codes))
-
-    def vectors(self, basis: Basis, rows: Tensor, first: int, last: int) -> Tensor:
-        """Return numbers first to last of the vectors, float32 [tokens, last − first].
-
-        rows: of the basis, see `Basis.matrix`.
-        """
-        codes = torch.cat([band.to(rows.dtype) for band in self.codes] or [rows.new_zeros((0, len(self.steps)))])
-        return basis.mean[first:last].float() + self.steps[:, None] * (codes.T @ rows[: len(codes)])
+        return Page(codes, step * (-exponents[0] / PER_OCTAVE).exp2())
 
 
-def _bands(codes: Tensor) -> Sequence[Tensor]:
-    return codes.split(streams.BAND) if len(codes) else ()
+class Components(NamedTuple):
+    """Components y [tokens, k] of pages that follow each other, in steps of their tokens, float32 [tokens].
+
+    y is bfloat16 where products of it are fast. Rounding it errs as much as rounding rows to int8.
+    """
+
+    y: Tensor
+    steps: Tensor
+
+    @staticmethod
+    def of(pages: Sequence[Page], basis: Basis) -> Components:
+        """Return the components of some pages of a group's side with this basis."""
+        steps = torch.cat([page.steps for page in pages])
+        dtype = torch.bfloat16 if _fast_bfloat16() else torch.float32
+        y, at = torch.zeros((len(steps), max(len(page.codes) for page in pages)), dtype=dtype), 0
+        for codes, own in pages:
+            y[at : at + len(own), : len(codes)] = (codes * basis.scale[: len(codes), None]).T
+            at += len(own)
+        return Components(y, steps)
+
+    def vectors(self, basis: Basis, first: int, last: int) -> Tensor:
+        """Return numbers first to last of the vectors, float32 [tokens, last − first]."""
+        x = self.y @ basis.rows[: self.y.shape[1], first:last].to(self.y.dtype)  # int8 is exact in bfloat16
+        return basis.mean[first:last].float() + self.steps[:, None] * basis.channels[first:last] * x
+
+
+@functools.cache
+def _fast_bfloat16() -> bool:
+    """True if the CPU multiplies bfloat16 matrices faster than float32 ones."""
+    return bool(torch.cpu._is_avx512_bf16_supported())
 
 
 def exact_bytes(x: Tensor) -> bytes:
