@@ -8,7 +8,7 @@ The file is a `cache/tensor_file.py` with other metadata than a packed cache has
     tables.<group>.<side>.*     tables of the pages, and of the last one
     bases.<group>.<side>.*      the bases, unless they are those of the model's calibration
 
-Loading decodes pieces of 2,048 tokens to exact ones, layer by layer, which any recipe packs. The file
+Loading decodes pieces of 2,304 tokens to exact ones, layer by layer, which any recipe packs. The file
 holds the tokens that the cache held: of a sliding window no more than the window.
 """
 
