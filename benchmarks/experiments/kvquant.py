@@ -225,8 +225,8 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "million": Measured(
         "One million tokens (abstract, §4.4)",
-        "One layer of LLaMA-7B, nuq with 2 bits and 1 % outliers. The same 4,096 random keys and values are appended again "
-        "and again, keys with RoPE. One key is the query times 6, so attention must return its value.",
+        "One layer of LLaMA-7B, nuq with 2 bits and 1 % outliers. The same 4,096 random keys and values are appended "
+        "again and again, keys with RoPE. One key is the query times 6, so attention must return its value.",
         "LLaMA-7B: one million tokens on an A100 with 80 GB, ten million on eight.",
         measure=million,
     ),
