@@ -41,7 +41,7 @@ NAMES = {"accuracy": "accuracy", "recall": "recall", "gold_nll": "NLL of the ans
 NAMES |= {"kl": "KL divergence (nats)", "perplexity_ratio": "perplexity / full"}
 SHARED = ("command", "commit", "cpu", "isa", "paper", "model", "dtype", "options", "threads", "versions")
 """Fields of the headers of records."""
-ROWS = {"default": "trellis, 3 bits, an earlier version", "HeadKV": "HeadKV, budget .25: half of the bytes"}
+ROWS = {"default": "trellis, 3 bits", "HeadKV": "HeadKV, budget .25: half of the bytes"}
 """Names of rows that mean something else today."""
 CELLS = "model", "dtype", "column"
 """Fields that name a column of a table. A run replaces the columns that it has."""
@@ -103,7 +103,9 @@ def _table(lines: Sequence[Line], metrics: Sequence[str]) -> str:
         first, *more = (_cell(cells.get((row, column, metric))) for metric in metrics)
         return first if more in ([], ["–"], [first]) else f"{first} ({more[0]})"
 
-    grid = [["", *columns], *([ROWS.get(row, row), *(cell(row, column) for column in columns)] for row in rows)]
+    earlier = {r["row"] for r in lines if r["row"] in ROWS and "commit" not in r}
+    names = {row: ROWS.get(row, row) + ", an earlier version" * (row in earlier) for row in rows}
+    grid = [["", *columns], *([names[row], *(cell(row, column) for column in columns)] for row in rows)]
     if any(r["bits"] for r in lines):
         grid = [[*line, held] for line, held in zip(grid, ["true bits", *(_bits(lines, r) for r in rows)], strict=True)]
     if len(columns) > max(MOST_COLUMNS, len(rows)):

@@ -41,8 +41,8 @@ HOW = (
     "is that of KL divergences, accuracies or recalls, and a percentage of perplexities and times, ± its standard "
     "error. Samples are paired, and p is Student's; of accuracies and recalls it counts the signs of the samples that "
     "differ. `u`: the record has no samples, so the rows count as independent, which mostly makes the error too "
-    "large. With a margin p is one-sided. p is not corrected for the number of lines: of twenty true "
-    "equalities one holds or fails by chance."
+    "large. With a margin p is one-sided, and the spread of answers at least that of a loss of the margin. p is not "
+    "corrected for the number of lines: of twenty true equalities one holds or fails by chance."
 )
 CENTRED = ("polarquant", "qjl", "turboquant:bits=4", "int4", "normalfloat")
 """Recipes of `three_models.jsonl` with and without `centre=true`."""

@@ -37,7 +37,8 @@ class Claim:
       with options after semicolons, and the rows are recipes.
     - first, second: rows. The claim is that the first is better, or with a margin that they differ by less than it.
       A margin is a share of relative metrics.
-    - columns: of the experiment. other: columns of the second row, if they differ.
+    - columns: of the experiment; those that a model was not run with are left out. other: columns of the second row,
+      if they differ.
     - more: the same claim in other records, for models that these lack.
     """
 
@@ -105,8 +106,10 @@ def _judged(
     relative = claim.metric.startswith(RELATIVE)
     beyond = mean if not claim.margin else abs(mean) - claim.margin
     if p is None:
-        known = math.isfinite(stderr) and df > 0
-        t = UNKNOWN if not known else beyond / stderr if stderr else math.copysign(math.inf, beyond) if beyond else 0.0
+        known, spread = math.isfinite(stderr) and df > 0, stderr
+        if claim.metric in HIGHER_IS_BETTER:  # samples that all agree have no spread, but could have lost the margin
+            spread = max(stderr, math.sqrt(claim.margin * (1 - claim.margin) / n))
+        t = UNKNOWN if not known else beyond / spread if spread else math.copysign(math.inf, beyond) if beyond else 0.0
         p = UNKNOWN if math.isnan(t) else t_tail(t, df)
         if claim.margin:
             p = p / 2 if beyond < 0 else 1 - p / 2  # that the rows differ by more than the margin
@@ -158,9 +161,10 @@ def _of_lines(claim: Claim, model: str, lines: Sequence[dict[str, Any]]) -> Diff
     pairs = []
     for column, other in zip(claim.columns, claim.other or claim.columns, strict=True):
         first, second = _line(claim, lines, claim.first, column), _line(claim, lines, claim.second, other)
-        if first is None or second is None:
-            return None
-        pairs.append((first, second))
+        if first is not None and second is not None:
+            pairs.append((first, second))
+    if not pairs:
+        return None
     if not claim.other and all(line.get("values") for pair in pairs for line in pair):
         return judged(claim, model, [a - b for x, y in pairs for a, b in zip(x["values"], y["values"], strict=True)])
     relative = claim.metric.startswith(RELATIVE)

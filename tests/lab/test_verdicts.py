@@ -14,6 +14,7 @@ from measured import claims, verdicts  # noqa: E402  (the folder of the benchmar
 
 BETTER = verdicts.Claim("kvquant", "Table 1", "a is better than b", "t", "a", "b", ("c",), "kl")
 WITHIN = verdicts.Claim("kvquant", "Table 1", "a and b are within .1", "t", "a", "b", ("c",), "kl", 0.1)
+KEPT = verdicts.Claim("kvquant", "Table 1", "a finds as many, but 2 in 100", "t", "a", "b", ("c",), "accuracy", 0.02)
 FOUND = verdicts.Claim("kvquant", "Table 1", "a finds more", "t", "a", "b", ("c",), "accuracy")
 
 
@@ -44,6 +45,8 @@ def test_signs_of_samples_that_differ_are_counted() -> None:
         (FOUND, [1.0] * 6 + [0.0] * 4, True),
         (FOUND, [1.0] * 5 + [0.0] * 5, None),
         (FOUND, [-1.0] * 8, False),
+        (KEPT, [0.0] * 33, None),  # a loss of 2 in 100 would often not be seen
+        (KEPT, [0.0] * 150, True),
     ],
 )
 def test_paired_samples(claim: Any, differences: list[float], holds: bool | None) -> None:
