@@ -83,7 +83,6 @@ CLAIMS = {
               "microseconds"),
         Claim("kvquant", "Table 15", "the same (SmolLM2's shape)", "table15", "SmolLM2, thresholds online (192 values)",
               "SmolLM2, projections of Q, K and V", ("1 thread",), "microseconds"),
-        Claim("kvquant", "Table 16", "a calibration takes minutes"),
     ),
     "subgen": (
         *(
