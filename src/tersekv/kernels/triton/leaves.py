@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tersekv.kernels.attend_grid import GridSide
 from tersekv.kernels.attend_packed import Operand
@@ -149,6 +150,17 @@ class Leaf(NamedTuple):
     query: Callable[[Tensor], Tensor] | None = None
     matrix: Callable[[], Tensor] | None = None
     origin: tuple[Any, ...] = ()
+
+
+_halves = WeakTensorKeyDictionary()
+
+
+def _rounded(x: Tensor) -> Tensor:
+    """Return a table as float16, the same tensor each time."""
+    if x not in _halves:
+        _halves[x] = x.half()
+    found: Tensor = _halves[x]
+    return found
 
 
 def identity(x: Tensor | None) -> tuple[Any, ...]:
@@ -305,7 +317,9 @@ class Readable:
             *self.plane("gains", view.gain, (torch.uint8,), 1),
             *self.plane("bits", view.bits, (torch.uint8,), 1),
             *self.single("a scale", view.scale),
-            *self.plane("tables", view.tables, (torch.float32,), 2)[:1],
+            *self.plane(
+                "tables", view.tables if self.dry else _rounded(view.tables), (torch.float16, torch.float32), 2
+            )[:1],
         )
         D, (W, t) = view.head_dim, view.stream.shape[-2:]
         return Leaf(_spec(TRELLIS, D, power(D), t, W), fields)

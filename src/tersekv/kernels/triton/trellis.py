@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from tersekv.kernels.triton.leaves import BLOCK, CHANNELS, PADDED, STREAM_WORDS
-from tersekv.kernels.triton.tiles import head_at, largest, product, tokens_at
+from tersekv.kernels.triton.tiles import INTERPRETED, head_at, largest, product, tokens_at
 
 # Fields of a leaf: stream and gains with strides of batch row, head and block; bits and scales with
 # strides of batch row, head and component; tables.
@@ -29,6 +30,15 @@ SCALE: tl.constexpr = tl.constexpr(12)
 TABLES: tl.constexpr = tl.constexpr(16)
 STATES: tl.constexpr = tl.constexpr(256)
 """States of the trellis: windows of 8 bits."""
+GATHER: tl.constexpr = tl.constexpr(
+    "{ .reg .b64 a; .reg .b32 p; .reg .b16 l, h; "
+    "prmt.b32 p, $1, $2, 0x5410; shr.u32 p, p, $3; lop3.b32 p, p, 510, $5, 0xEA; "
+    "cvt.u64.u32 a, p; add.u64 a, a, $7; ld.global.nc.b16 l, [a]; "
+    "prmt.b32 p, $1, $2, 0x7632; shr.u32 p, p, $4; lop3.b32 p, p, 510, $6, 0xEA; "
+    "cvt.u64.u32 a, p; add.u64 a, a, $8; ld.global.nc.b16 h, [a]; mov.b32 $0, {l, h}; }"
+)
+"""PTX that loads the entries of two tokens. Twice a window is its place in bytes. A load by `tl.load` would move its
+addresses through shared memory to a layout of the compiler's choice, and the entries back."""
 UNIT_GAIN: tl.constexpr = tl.constexpr(144)
 GAIN_STEPS: tl.constexpr = tl.constexpr(16)
 
@@ -50,31 +60,39 @@ def _scales(leaf, b, h, S: tl.constexpr, LEAF: tl.constexpr):
 
 @triton.jit
 def _entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """Load the table entries of tokens, float32 [N, channels]."""
+    """Load the table entries of tokens, float16 [N, channels]. Tokens and channels that do not exist have any entry;
+    their gains and scales are 0."""
     K: tl.constexpr = S[LEAF][PADDED]
     WORDS: tl.constexpr = S[LEAF][STREAM_WORDS]
     if WORDS == 0:
-        return tl.zeros((N, K), tl.float32)
+        return tl.zeros((N, K), tl.float16)
     else:
         c = tl.arange(0, K)
         inside = c < S[LEAF][CHANNELS]
         bits = tl.load(head_at(leaf, BITS, b, h) + c, mask=inside, other=0).to(tl.int32)
-        begin = (tl.cumsum(bits, 0) + (16 * WORDS - 8)) % (16 * WORDS)
-        low = begin >> 4
+        before = (tl.cumsum(bits, 0) + (16 * WORDS - 9)) % (16 * WORDS)  # place of the bit before a window
+        low = before >> 4
         high = (low + 1) % WORDS
         i = tl.arange(0, N)[:, None]
         ok = (n0 + i < T) & inside[None, :]
         words = tokens_at(leaf, STREAM, b, h, n0, i, S, LEAF)
-        pair = tl.load(words + low[None, :] * S[LEAF][BLOCK], mask=ok, other=0).to(tl.int32) & 0xFFFF
-        pair |= tl.load(words + high[None, :] * S[LEAF][BLOCK], mask=ok, other=0).to(tl.int32) << 16
-        window = (pair >> (begin & 15)[None, :]) & (STATES - 1)
-        return tl.load(leaf[TABLES] + (bits * STATES)[None, :] + window, mask=ok, other=0.0)
+        first = tl.load(words + low[None, :] * S[LEAF][BLOCK], mask=ok, other=0)
+        second = tl.load(words + high[None, :] * S[LEAF][BLOCK], mask=ok, other=0)
+        shift, row = (before & 15)[None, :], (bits * (2 * STATES))[None, :]
+        if INTERPRETED or not is_cuda():
+            pair = (first.to(tl.int32) & 0xFFFF) | (second.to(tl.int32) << 16)
+            return tl.load(leaf[TABLES] + ((((pair >> shift) & (2 * STATES - 2)) | row) >> 1))
+        else:
+            table = leaf[TABLES].to(tl.int64)
+            return tl.inline_asm_elementwise(
+                GATHER, "=r,r,r,r,r,r,r,l,l", [first, second, shift, row, table], tl.float16, True, 2
+            )
 
 
 @triton.jit
 def decode_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Decode to x̂, float32 [N, channels]."""
-    x = _entries(leaf, b, h, n0, T, S, LEAF, N) * _scales(leaf, b, h, S, LEAF)[None, :]
+    x = _entries(leaf, b, h, n0, T, S, LEAF, N).to(tl.float32) * _scales(leaf, b, h, S, LEAF)[None, :]
     return x * _gains(leaf, b, h, n0, T, S, LEAF, N)[:, None]
 
 
@@ -87,7 +105,7 @@ def load_keys_trellis(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
 @triton.jit
 def load_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Load vectors that are keys, values or both: entries float16 [N, channels], scales and gains."""
-    x = _entries(leaf, b, h, n0, T, S, LEAF, N).to(tl.float16)
+    x = _entries(leaf, b, h, n0, T, S, LEAF, N)
     return x, _scales(leaf, b, h, S, LEAF), _gains(leaf, b, h, n0, T, S, LEAF, N)
 
 

@@ -26,7 +26,7 @@ multiprocessor can switch between several."""
 SMALL = {
     kind.value
     for kind in (
-        constants.POLAR, constants.SPARSE, constants.SIGNS, constants.SKETCH, constants.TRELLIS, constants.ROTATED_MEAN
+        constants.POLAR, constants.SPARSE, constants.SKETCH, constants.TRELLIS, constants.ROTATED_MEAN
     )
 }  # fmt: skip
 """Layouts that are decoded element by element."""
@@ -142,13 +142,16 @@ def chosen(key: Key) -> Shape:
         if known in TABLE:
             return TABLE[known]
     kinds = {kind for kind, _ in (*key.keys, *key.values)}
-    small = key.rows > 16 or bool(kinds & SMALL)
+    small, signs = key.rows > 16 or bool(kinds & SMALL), constants.SIGNS.value in kinds
     if key.channels > WIDE:
-        return LEAST._replace(warps=8) if small else LEAST
-    if key.architecture not in HOPPER and (small or key.has_rope or key.architecture.startswith("gfx")):
+        return LEAST._replace(warps=8) if small or signs else LEAST
+    if key.architecture not in HOPPER and (small or signs or key.has_rope or key.architecture.startswith("gfx")):
         return LEAST
     blocks = TILES[small, key.has_rope] // (32 * key.channels)
-    return Shape(min(blocks, 2 if small else 4), 4, 2) if blocks else LEAST
+    if not blocks:
+        return LEAST
+    # decoding element by element is bound by instructions: words that wait in shared memory only cost programs
+    return Shape(min(blocks, 2), 4, 1) if kinds & SMALL else Shape(min(blocks, 2 if small else 4), 4, 2)
 
 
 def most_matrix(architecture: str) -> int:
