@@ -12,6 +12,9 @@ threads, which would load and shift every word many times. A shift and a mask pl
 the exponents of 1.0 in float16, 1 + code/2^bits, and the 1 is subtracted. That is exact, and
 converts no integers.
 
+Entries of tables are loaded by PTX where their places are. `tl.load` would move 64-bit addresses through shared
+memory to a layout of the compiler's choice, and the entries back.
+
 Cosines and sines of tokens come from a table of 256 rows (`transforms/rope_table.py`) by
 angle addition. Fields of angles, from FIRST on: the table; its columns; positions with strides of
 batch row, head and token; 1 if positions are consecutive, else 0. The last field is RoPE as pairs
@@ -22,6 +25,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.target_info import is_cuda
 
 from tersekv.kernels.triton.leaves import BLOCK, CONSECUTIVE, GIVEN
 
@@ -60,6 +64,31 @@ def load_words(codes, at, left, BITS: tl.constexpr):
     for v in tl.static_range(BITS):
         words = words + (tl.load(codes + at + v * 16, mask=left > v, other=0),)  # type: ignore[assignment]
     return words
+
+
+@triton.jit
+def entries_at(table, places):
+    """Return entries of a table float32 as float16, in the layout of places int32."""
+    if INTERPRETED or not is_cuda():
+        return tl.load(table + places).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 a; .reg .f32 x, y; mad.wide.u32 a, $1, 4, $3; ld.global.nc.f32 x, [a]; "
+            "mad.wide.u32 a, $2, 4, $4; ld.global.nc.f32 y, [a]; cvt.rn.f16x2.f32 $0, y, x; }",
+            "=r,r,r,l,l", [places, table.to(tl.int64)], tl.float16, True, 2,
+        )  # fmt: skip
+
+
+@triton.jit
+def pairs_at(table, places):
+    """Return both numbers of pairs of a table float32, in the layout of places int32."""
+    if INTERPRETED or not is_cuda():
+        return tl.load(table + 2 * places), tl.load(table + 2 * places + 1)
+    else:
+        return tl.inline_asm_elementwise(
+            "{ .reg .b64 a; mad.wide.u32 a, $2, 8, $3; ld.global.nc.v2.f32 {$0, $1}, [a]; }",
+            "=f,=f,r,l", [places, table.to(tl.int64)], (tl.float32, tl.float32), True, 1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -102,8 +131,8 @@ def numbers(words, table, BITS: tl.constexpr, IS_INTEGER: tl.constexpr):
             low = pair.to(tl.int16).to(tl.float16, bitcast=True) - 1.0
             high = (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True) - 1.0
         else:
-            low = tl.load(table + ((pairs[i] & 0xFFFF) >> (10 - BITS))).to(tl.float16)
-            high = tl.load(table + (pairs[i] >> (26 - BITS))).to(tl.float16)
+            low = entries_at(table, (pairs[i] & 0xFFFF) >> (10 - BITS))
+            high = entries_at(table, pairs[i] >> (26 - BITS))
         two = two + (tl.join(low, high),)  # type: ignore[assignment]
     four = ()
     for i in tl.static_range(8):

@@ -28,6 +28,7 @@ from tersekv.kernels.triton.tiles import (
     first_cos_sin,
     head_at,
     largest,
+    pairs_at,
     product,
     step_cos_sin,
     tile_cos_sin,
@@ -168,8 +169,7 @@ def _directions(leaf, b, angles, ok, LEVEL: tl.constexpr, S: tl.constexpr, LEAF:
     if 8 % BITS != 0 or start % BITS != 0:
         over = ok & ((bit & 7) + BITS > 8)
         code |= tl.load(angles + ((bit >> 3) + 1) * S[LEAF][BLOCK], mask=over, other=0).to(tl.int32) << 8
-    at = leaf[9] + b * leaf[10] + 2 * (entry + ((code >> (bit & 7)) & ((1 << BITS) - 1)))
-    return tl.load(at), tl.load(at + 1)
+    return pairs_at(leaf[9] + b * leaf[10], entry + ((code >> (bit & 7)) & ((1 << BITS) - 1)))
 
 
 @triton.jit

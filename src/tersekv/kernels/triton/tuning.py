@@ -145,7 +145,8 @@ def chosen(key: Key) -> Shape:
     small, signs = key.rows > 16 or bool(kinds & SMALL), constants.SIGNS.value in kinds
     if key.channels > WIDE:
         return LEAST._replace(warps=8) if small or signs else LEAST
-    if key.architecture not in HOPPER and (small or signs or key.has_rope or key.architecture.startswith("gfx")):
+    large = key.rows > 16 or key.has_rope or signs or constants.ROTATED_MEAN.value in kinds
+    if key.architecture not in HOPPER and (large or key.architecture.startswith("gfx")):
         return LEAST
     blocks = TILES[small, key.has_rope] // (32 * key.channels)
     if not blocks:
