@@ -182,7 +182,7 @@ def test_closed_pipe_gives_no_traceback() -> None:
         (("generate", "-p", "x", "--threads", "100000"), "threads are allowed"),
         (("generate", "-p", "x", "--seed", "99999999999999999999"), "--seed"),
         (("generate", "-p", "x", "--temperature", "1e-320"), "--temperature 1e-320 is out of range"),
-        (("estimate", "--memory", "9" * 320 + "GB"), "is not a valid amount of memory"),
+        (("estimate", "--memory", "9" * 320 + "GB"), "is not a number of bytes"),
         (("estimate", "--model", "~nosuchuser/x"), "home folder that does not exist"),
     ],
 )

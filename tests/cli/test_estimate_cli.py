@@ -107,7 +107,7 @@ def test_unknown_names(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.Mo
     ("arguments", "said"),
     [
         (("-r", "int4", "-r", "uniform:bits=4", "-r", "int4"), "int4 was given twice"),
-        (("--memory", "24"), "write it like 24GB"),
+        (("--memory", "24"), "write for example 512MB, 1.5GB"),
         (("-r", "int4", "-r", "int4:group=48"), "--recipe int4:group=48: group=48 does not divide"),
         (("--tables", "kvquant", "-c", "4k", "-m", "smollm2"), "leave --model, --context out"),
     ],
@@ -227,8 +227,8 @@ def test_it_warns_beyond_the_context_of_a_model(capfd: pytest.CaptureFixture[str
         (("--context", ""), "not a number of tokens"),
         (("--context", "0"), "not a number of tokens"),
         (("--context", "4k,"), "not a number of tokens"),
-        (("--memory", "lots"), "24GB"),
-        (("--memory", "0GB"), "24GB"),
+        (("--memory", "lots"), "--memory lots is not a number of bytes; write for example 512MB"),
+        (("--memory", "0GB"), "not a number of bytes"),
         (("--tables", "qjl"), "known: kvquant"),
         (
             ("-b", "0"),
@@ -246,7 +246,7 @@ def test_estimate_refuses(capfd: pytest.CaptureFixture[str], arguments: tuple[st
 
 def test_units() -> None:
     assert [estimate.parse_tokens(t) for t in ("7", "1.5k", " 2M ")] == [7, 1536, 2 << 20]
-    assert [estimate.parse_memory(t) for t in ("24GB", "1.5 GiB", "512B", "2T", "16060522496")] == [
+    assert [estimate.parse_bytes(t, "memory") for t in ("24GB", "1.5 GiB", "512B", "2T", "16060522496")] == [
         24 * 10**9,
         3 << 29,
         512,
