@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 from conftest import HEAD, MLA, MODELS, SHAPE
-from tersekv import cli
+from tersekv import cli, versions
 from tersekv.cli import installation
 from tersekv.errors import UserError
 from tersekv.kernels import cpu
@@ -77,7 +77,7 @@ def test_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_text", refuse_read)
     assert installation.cpu_features()[1] == []
-    assert installation.package_version("no-such-package") == "not installed"
+    assert versions.package_version("no-such-package") == "not installed"
 
 
 def test_broken_installation(

@@ -13,7 +13,6 @@ import json
 import math
 import platform
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -21,6 +20,7 @@ from tersekv import __version__
 from tersekv.errors import UserError
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.tasks.base import Result
+from tersekv.versions import package_version
 
 FILE = "records.jsonl"
 KEY = ("task", "options", "sample", "recipe", "model", "seed")
@@ -63,13 +63,8 @@ def make(asked: Record, result: Result, extras: dict[str, Any], seconds: float) 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and the packages that can affect results."""
-    found = {"tersekv": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    packages = {package: package_version(package) for package in ("torch", "transformers")}
+    return {"tersekv": __version__, "python": platform.python_version(), **packages}
 
 
 class Records:
