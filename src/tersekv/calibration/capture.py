@@ -15,7 +15,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tersekv.attention.read import AttentionCall
-from tersekv.cache.rotary import Rotary
+from tersekv.cache.rotary import angles_at_once
 from tersekv.errors import CacheError
 from tersekv.models.attention import attend_tensors, call_of
 from tersekv.models.config import attention_layers, empty_layer, text_config
@@ -107,9 +107,8 @@ def keys_before_rope(config: PreTrainedConfig, keys: Sequence[Tensor]) -> list[T
     places = [index for index, kind in enumerate(attention_layers(text)) if kind.type == "attention"]
     found = []
     for index, x in zip(places, keys, strict=True):
-        rotary = Rotary(ropes.of(index))
-        rotary.note(0, x.shape[1])
-        found.append(rotary.rope.invert(x[None], *rotary.angles(0, x.shape[1], x.device).cos_sin())[0])
+        angles = angles_at_once(ropes.of(index), x.shape[1], x.device)
+        found.append(angles.rope.invert(x[None], *angles.cos_sin())[0])
     return found
 
 
