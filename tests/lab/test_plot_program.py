@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from made_records import DAMAGE, SHAPE, document, evaluation, refuse, write
+from made_records import DAMAGE, SHAPE
+from made_records import results as results
 from tersekv import UserError, cli
 from tersekv.lab.bench.generate import Decoding
 from tersekv.lab.evals import runs
@@ -21,6 +22,7 @@ from tersekv.lab.plots import decodings, timings
 from tersekv.lab.plots.kinds import names, plot
 from tersekv.lab.plots.style import render
 from tersekv.sizes.estimate import predict
+from test_cli import refuse, run_json
 
 RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
 ATTEND, EARLIER = RECORDS / "attend.jsonl", RECORDS / "generate.jsonl"
@@ -28,16 +30,10 @@ SVG = b"<svg"
 QUESTIONS = "".join(json.dumps({"question_id": i, "turns": [f"Why {i}?", "And?"]}) + "\n" for i in (7, 8))
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder as `tersekv eval --out` leaves it."""
-    return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
-
-
 def test_plots_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text.txt").write_text("Keys and values. " * 20)
     call = ("-m", tiny, "--tokens", "96", "--head", "0", "-o")
-    made = document(capfd, "plot", "angles", *call, str(tmp_path / "a.png"), "--layers", "-1")
+    made = run_json(capfd, "plot", "angles", *call, str(tmp_path / "a.png"), "--layers", "-1")
     assert made["plot"] == "angles"
     assert "(tiny0, 96 tokens of pydoc, KV head 0)" in made["shows"]
     assert [row[:2] for row in made["tables"][0]["rows"]] == [["1", 1], ["1", 2], ["1", 3], ["1", 4]]
@@ -45,13 +41,13 @@ def test_plots_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtur
     assert cli.run(["plot", "magnitudes", *call, str(tmp_path / "b.SVG"), "--text", str(tmp_path / "text.txt")]) == 0
     assert SVG in (tmp_path / "b.SVG").read_bytes()
     assert "(tiny0, 96 tokens of text.txt, KV head 0)" in " ".join(capfd.readouterr().out.split())
-    made = document(capfd, "plot", "outliers", *call, str(tmp_path / "d.png"))
+    made = run_json(capfd, "plot", "outliers", *call, str(tmp_path / "d.png"))
     before, after, values = made["tables"][0]["rows"]
     assert (before[0], after[0], values[0]) == ("keys before RoPE", "keys after RoPE", "values")
     assert before[1:] != after[1:]
     (tmp_path / "d.png").unlink()
     pytest.importorskip("sklearn")
-    made = document(capfd, "plot", "clusters", *call, str(tmp_path / "c.png"), "--layers", "0")
+    made = run_json(capfd, "plot", "clusters", *call, str(tmp_path / "c.png"), "--layers", "0")
     assert [len(row) for row in made["tables"][0]["rows"]] == [7, 7]
     assert "tiny0, 96 tokens of pydoc, KV head 0: scatter plots of layers 0, keys above" in made["shows"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.SVG", "c.png", "text.txt"]
@@ -64,12 +60,12 @@ def test_a_question_and_its_answer(tiny: str, tmp_path: Path, capfd: pytest.Capt
     call = ("plot", "angles", *options)
     counts = {}
     for new, id in itertools.product((80, 90), ("7", "8")):
-        made = document(capfd, *call, "--question", id, "--max-new-tokens", str(new))
+        made = run_json(capfd, *call, "--question", id, "--max-new-tokens", str(new))
         assert f"tokens of q.jsonl {id} with its answer, all KV heads" in made["shows"]
         counts[new, id] = int(made["shows"].split(" tokens of")[0].split()[-1])
     assert counts[90, "7"] == counts[80, "7"] + 10
     assert counts[80, "7"] > 80 + len("Why 7?")
-    first = document(capfd, *call, "--max-new-tokens", "80")
+    first = run_json(capfd, *call, "--max-new-tokens", "80")
     assert "q.jsonl 7 with" in first["shows"]
     pytest.importorskip("sklearn")
     said = refuse(capfd, "plot", "clusters", *options, "--max-new-tokens", "4")
@@ -77,7 +73,7 @@ def test_a_question_and_its_answer(tiny: str, tmp_path: Path, capfd: pytest.Capt
 
 
 def test_front_and_metrics_of_pareto(results: Path, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    made = document(capfd, "plot", "pareto", str(results), "-o", str(tmp_path / "a.pdf"))
+    made = run_json(capfd, "plot", "pareto", str(results), "-o", str(tmp_path / "a.pdf"))
     assert (tmp_path / "a.pdf").read_bytes().startswith(b"%PDF")
     perplexity, found = made["tables"]
     assert perplexity["columns"][3] == "perplexity_ratio"
@@ -90,16 +86,16 @@ def test_front_and_metrics_of_pareto(results: Path, capfd: pytest.CaptureFixture
     assert ours == {
         p for p in DAMAGE if not any(float(rows[q][2]) <= float(rows[p][2]) and DAMAGE[q] < DAMAGE[p] for q in DAMAGE)
     }
-    one = document(capfd, "plot", "pareto", str(results), "--metric", "nll", "-o", str(tmp_path / "a.svg"))
+    one = run_json(capfd, "plot", "pareto", str(results), "--metric", "nll", "-o", str(tmp_path / "a.svg"))
     assert [table["columns"][3] for table in one["tables"]] == ["nll"]
 
 
 def test_memory_of_records_and_predicted(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    made = document(capfd, "plot", "memory", str(results), "-o", str(tmp_path / "a.png"))
+    made = run_json(capfd, "plot", "memory", str(results), "-o", str(tmp_path / "a.png"))
     rows = {row[0]: row for row in made["tables"][0]["rows"]}
     assert rows["kivi:bits=2"][2] == predict(SHAPE, "kivi:bits=2", 2048).total_bytes
     call = ("plot", "memory", "-r", "kivi:bits=2,4", "-m", "llama-7b", "--tokens", "4k", "-o", str(tmp_path / "a.png"))
-    told = document(capfd, *call)["tables"][0]["rows"]
+    told = run_json(capfd, *call)["tables"][0]["rows"]
     assert [row[0] for row in told] == ["full", "kivi:bits=2", "kivi:bits=4"]
     assert told[0][2] == 4096 * 32 * 32 * 256 * 2
 

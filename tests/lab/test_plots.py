@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from made_records import evaluation, write
+from made_records import results as results
 from tersekv.errors import UserError
 from tersekv.lab.evals import runs
 from tersekv.lab.plots import groups, held, labels, streams, timings
@@ -21,12 +22,6 @@ from tersekv.lab.plots.style import render, to_bytes
 
 RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
 ATTEND, SUBGEN = RECORDS / "attend.jsonl", RECORDS / "subgen.jsonl"
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder as `tersekv eval --out` leaves it."""
-    return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
 @pytest.fixture
