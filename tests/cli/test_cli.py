@@ -16,12 +16,6 @@ from tersekv import cli
 from tersekv.cli import output
 
 
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path))
-    return tmp_path
-
-
 def run_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """Return the document that the call printed; stdout may contain nothing else."""
     assert cli.run([*arguments, "--json"]) == 0

@@ -20,12 +20,6 @@ from test_cli import refuse, run_json, run_text
 LARGE = SHAPE | {"head_dim": 64, "max_position_embeddings": 32768}
 
 
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path))
-    return tmp_path
-
-
 def saved(folder: Path, config: tf.PreTrainedConfig) -> str:
     config.save_pretrained(folder)
     return str(folder)
@@ -88,8 +82,7 @@ def test_broken_installation(
     def old() -> None:
         raise UserError("transformers 4.0 is too old")
 
-    (empty_cache / "file").touch()
-    monkeypatch.setenv("TERSEKV_CACHE", str(empty_cache / "file"))
+    empty_cache.touch()
     monkeypatch.setattr(installation, "check_transformers", old)
     monkeypatch.setattr(cpu, "why_not_built", lambda: "the extension is not built")
     assert cli.run(["doctor"]) == 1
