@@ -20,13 +20,13 @@ import torch
 import recorded
 from recorded import record, show
 from tersekv.cache.layer import LayerStore
-from tersekv.cli.installation import package_version
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.triton import launch
 from tersekv.kernels.triton.page_set import prepare
 from tersekv.lab.bench import without_gpu
 from tersekv.lab.bench.formats import chosen, make_segment
 from tersekv.recipe import Recipe
+from tersekv.versions import package_version
 
 ROWS, DIM, TOKENS = 4, 128, 256
 FORMATS = "grid4,grid3,grid2,turboquant4,qjl256,polar,trellis2,trellis3-centred,nuq4-1%,latents-grid4,latents-trellis3"

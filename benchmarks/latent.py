@@ -34,9 +34,11 @@ from torch import Tensor
 
 import recorded
 import tersekv
+from measured.base import estimate
 from recorded import Row, median_of, record, show
 from tersekv.hf.cache import CompressedCache
 from tersekv.lab.bench.memory import PeakMemory
+from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.lab.evals.tasks.divergence import compare
 
 OWN = "transformers"
@@ -293,9 +295,7 @@ def divergence(args: argparse.Namespace) -> None:
         lines = []
         for way in dict.fromkeys(row["way"] for row in rows):
             own = [row for row in rows if row["way"] == way]
-            kl = [row["kl"] for row in own]
-            error = statistics.stdev(kl) / len(kl) ** 0.5
-            lines.append((way, f"{own[0]['bits']:.2f}", f"{statistics.mean(kl):.7f} ± {error:.7f}"))
+            lines.append((way, f"{own[0]['bits']:.2f}", estimate(Estimate.of([row["kl"] for row in own]), 7)))
         show(f"{name} ({model.config.train_loss} nats per byte)", ("way", "bits", "KL, nats"), lines)
 
 

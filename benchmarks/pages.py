@@ -27,7 +27,8 @@ from measured import (
     speed,
     trellis_codes,
 )
-from measured.base import MODELS, Page, Section, rows, table
+from measured.base import MODELS, Page, Section, rows
+from recorded import markdown
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "measured"
 PAGES: dict[str, Callable[[], Page]] = {
@@ -60,7 +61,7 @@ Zen 3 with AVX2, Zen 4 and Zen 5. They were shared with other work."""
 def dropped() -> Page:
     """Return the page of what was tried and dropped."""
     columns = ("area", "tried", "figure", "why")
-    body = table(columns, [[row[name] for name in columns] for row in rows("dropped.jsonl")])
+    body = markdown(columns, [[row[name] for name in columns] for row in rows("dropped.jsonl")])
     return Page(
         "Tried and dropped",
         "What did not help, with the figure that decided, and why.",
@@ -82,7 +83,7 @@ def index(pages: dict[str, Page]) -> str:
             f"Every table is made from a record, which a command of the project made; only the experiments that were "
             f"[dropped](dropped.md) are informal measurements. Models: {models}.",
             (
-                Section("Pages", "", table(("page", "what it shows"), listed)),
+                Section("Pages", "", markdown(("page", "what it shows"), listed)),
                 Section("How records are made", RECORDS, ""),
                 Section("Not claimed", NOT_CLAIMED, ""),
             ),

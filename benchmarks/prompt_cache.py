@@ -13,19 +13,16 @@ from __future__ import annotations
 
 import copy
 import os
-import statistics
 import tempfile
-import time
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
 import tersekv
-from recorded import parser, record, show
+from recorded import medians, parser, record, seconds, show
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.prefill import Prefill
 from tersekv.lab.bench.generate import prompt
@@ -49,23 +46,6 @@ def forget(path: Path) -> None:
         os.close(handle)
 
 
-class Seconds(NamedTuple):
-    """Wall-clock and CPU seconds."""
-
-    clock: float
-    cpu: float
-
-
-def seconds(work: Callable[[], Any]) -> Seconds:
-    clock, cpu = time.perf_counter(), time.process_time()
-    work()
-    return Seconds(time.perf_counter() - clock, time.process_time() - cpu)
-
-
-def median(times: Sequence[Seconds]) -> Seconds:
-    return Seconds(*(statistics.median(kind) for kind in zip(*times, strict=True)))
-
-
 @torch.inference_mode()
 def measure(model: Any, recipe: str, prefill: Prefill, ids: Tensor, rounds: int, path: Path) -> dict[str, Any]:
     """Measure one recipe. ids: [1, tokens + NEXT]."""
@@ -78,18 +58,18 @@ def measure(model: Any, recipe: str, prefill: Prefill, ids: Tensor, rounds: int,
         if not torch.equal(logits(model, CompressedCache.load(path, model, ids), following), expected):
             raise SystemExit(f"{recipe}: the loaded cache gives different logits")
 
-    def load_once(cold: bool) -> Seconds:
+    def load_once(cold: bool) -> tuple[float, float]:
         if cold:
             forget(path)
         return seconds(lambda: CompressedCache.load(path, model))
 
     warm, cold = ([load_once(kind) for _ in range(rounds)] for kind in (False, True))
     held, size = cache.footprint(), path.stat().st_size
-    times = {"pack": pack, "save": save, "load": median(warm), "cold_load": median(cold)}
+    times = {"pack": [pack], "save": [save], "load": warm, "cold_load": cold}
     return {
         "recipe": recipe, "tokens": first.shape[1], "file_bytes": size, "cache_bytes": held.total_bytes,
         "bf16_bytes": 2 * held.elements, "ratio_bf16": round(2 * held.elements / size, 3), "rounds": rounds,
-        **{f"{name}_seconds": [round(t, 4) for t in taken] for name, taken in times.items()},
+        **{f"{name}_seconds": medians(taken) for name, taken in times.items()},
     }  # fmt: skip
 
 
@@ -108,7 +88,7 @@ def main() -> None:
     with torch.inference_mode():
         once = seconds(lambda: prefill.fill(DynamicCache(config=model.config), ids[:, :-NEXT]))
     about = {"bench": "prompt_cache", "model": name, "load_average": round(os.getloadavg()[0], 2)}
-    about["prefill_seconds"] = [round(t, 4) for t in once]
+    about["prefill_seconds"] = medians([once])
     with tempfile.TemporaryDirectory() as folder:
         rows = [
             measure(model, recipe, prefill, ids, args.rounds, Path(folder) / "cache")
@@ -120,7 +100,7 @@ def main() -> None:
         [row["recipe"], f"{row['file_bytes'] / 1e6:.1f}", row["ratio_bf16"], *(row[f"{t}_seconds"][0] for t in times)]
         for row in rows
     ]
-    title = f"{name}, {args.tokens:,} tokens; prefill {once.clock:.1f} s, {once.cpu:.1f} CPU seconds"
+    title = f"{name}, {args.tokens:,} tokens; prefill {once[0]:.1f} s, {once[1]:.1f} CPU seconds"
     show(title, ("recipe", "file MB", "smaller than bf16", *(f"{t} s" for t in times)), cells)
 
 

@@ -73,6 +73,18 @@ def in_turns(functions: Mapping[str, Callable[[], Any]], rounds: int, warm_up: i
     return times
 
 
+def seconds(work: Callable[[], object]) -> tuple[float, float]:
+    """Return the seconds of a call, of the clock and of the CPU."""
+    clock, cpu = time.perf_counter(), time.process_time()
+    work()
+    return time.perf_counter() - clock, time.process_time() - cpu
+
+
+def medians(found: Iterable[tuple[float, float]]) -> list[float]:
+    """Return the medians of the seconds of the clock and of those of the CPU, in tenths of a millisecond."""
+    return [round(statistics.median(kind), 4) for kind in zip(*found, strict=True)]
+
+
 def median_of(values: Sequence[float]) -> float:
     """Return the median of repeated timings, rounded to four digits."""
     return float(f"{statistics.median(values):.4g}")

@@ -36,8 +36,10 @@ from typing import Any
 import torch
 
 import serving_server
+from measured.base import estimate
 from recorded import markdown, parser, record
 from tersekv.lab.evals import runs
+from tersekv.lab.evals.tasks.base import Estimate
 
 REQUEST = "Explain this text in your own words."
 FULL = serving_server.FULL
@@ -229,8 +231,7 @@ def kl_table(records: list[dict[str, Any]]) -> str:
     for one in records:
         for recipe, pairs in one["kl"].items():
             nats, top = zip(*pairs, strict=True)
-            error = statistics.stdev(nats) / len(nats) ** 0.5
-            lines.append([f"`{recipe}`", f"{statistics.mean(nats):.4f} ± {error:.4f}", f"{statistics.mean(top):.1%}"])
+            lines.append([f"`{recipe}`", estimate(Estimate.of(nats)), f"{statistics.mean(top):.1%}"])
     return markdown(("cache in vLLM", "KL divergence from the full cache, nats", "same most likely token"), lines)
 
 
@@ -248,8 +249,8 @@ def beside(record: dict[str, Any], other: dict[str, Any]) -> list[str]:
     pairs = [same(a, b) for a, b in zip(record["answers"], other["answers"], strict=True)]
     new_tokens = record["new_tokens"]
     whole = sum(n == new_tokens for n in pairs)
-    mean, error = statistics.mean(pairs), statistics.stdev(pairs) / len(pairs) ** 0.5
-    return [f"{whole} of {len(pairs)}", f"{mean:.1f} ± {error:.1f} of {new_tokens}", f"{statistics.median(pairs):g}"]
+    mean = estimate(Estimate.of(pairs), 1)
+    return [f"{whole} of {len(pairs)}", f"{mean} of {new_tokens}", f"{statistics.median(pairs):g}"]
 
 
 def capacity_table(records: list[dict[str, Any]]) -> str:

@@ -20,9 +20,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
-import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +29,7 @@ import torch
 from torch import Tensor
 
 import tersekv
-from recorded import Row, add_models, parser, record, show
+from recorded import Row, add_models, medians, parser, record, seconds, show
 from tersekv.cache.tensor_file import read_said
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.prefill import Prefill
@@ -128,13 +126,6 @@ def passkeys(model: Any, tokenizer: Any, args: argparse.Namespace, path: Path) -
             yield {"passkey": sample.id, "cache": name, "accuracy": found.metrics["accuracy"]}
 
 
-def seconds(work: Callable[[], object]) -> tuple[float, float]:
-    """Return the seconds of a call, of the clock and of the CPU."""
-    clock, cpu = time.perf_counter(), time.process_time()
-    work()
-    return time.perf_counter() - clock, time.process_time() - cpu
-
-
 @torch.inference_mode()
 def times(model: Any, ids: Tensor, args: argparse.Namespace, path: Path) -> Iterator[Row]:
     """Yield a row per rate: seconds to read the prompt ids [1, T], to store and to load it."""
@@ -158,7 +149,7 @@ def times(model: Any, ids: Tensor, args: argparse.Namespace, path: Path) -> Iter
         held = loaded.footprint().total_bytes
         row: Row = {"cache": f"storage {stored}", "file_bytes": path.stat().st_size, "held_bytes": held}
         for name, found in (("read", reads), ("save", saves), ("load", loads)):
-            row[f"{name}_seconds"] = [round(statistics.median(some), 4) for some in zip(*found, strict=True)]
+            row[f"{name}_seconds"] = medians(found)
         yield {**row, "load_peak_bytes": memory.peak_bytes}
 
 

@@ -24,6 +24,7 @@ import transformers as tf
 from covering import covering
 from tersekv.calibration import calibrate, find, first_use
 from tersekv.cli import output
+from tersekv.codecs import methods, registered
 from tersekv.kernels import cpu
 from tersekv.models import loading
 from tersekv.recipe import LayerPlan, Recipe
@@ -160,6 +161,21 @@ def no_progress_lines() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(output, "EVERY", 24 * 3600.0)
         yield
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Give a test its own folder of models and calibrations."""
+    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def unregister() -> Iterator[None]:
+    """Remove registered codecs after a test, since other tests count the methods."""
+    yield
+    registered.clear()
+    methods.cache_clear()
 
 
 def complaints(stderr: str) -> list[str]:

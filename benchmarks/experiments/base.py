@@ -21,7 +21,7 @@ from tersekv.calibration.find import place, profile_place
 from tersekv.calibration.needs import needs_corpus, needs_profile, profile_of
 from tersekv.errors import UserError
 from tersekv.lab.evals import runs
-from tersekv.lab.evals.harness import Harness, Progress
+from tersekv.lab.evals.harness import Harness, Progress, metrics_of
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.evals.records import FILE, Record, Records, read
@@ -254,7 +254,7 @@ class Questions(Experiment):
             if not ours:
                 continue
             full = [there[self.full][r["sample"]] for r in ours]
-            summary = task.summarise([_metrics(r) for r in ours], [_metrics(r) for r in full])
+            summary = task.summarise([metrics_of(r) for r in ours], [metrics_of(r) for r in full])
             bits = sum(r["bits_per_element"] for r in ours) / len(ours)
             held = round(sum(r["bytes"] for r in ours) / len(ours))
             for metric in self.metrics:
@@ -363,7 +363,3 @@ def values_of(metric: str, ours: Sequence[Record]) -> tuple[float, ...]:
     name = "nll" if metric.startswith("perplexity") else metric
     found = [record["metrics"].get(name) for record in ours]
     return () if None in found else tuple(float(f"{x:.6g}") for x in found)
-
-
-def _metrics(record: Record) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in record["metrics"].items()}

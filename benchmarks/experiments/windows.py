@@ -15,7 +15,7 @@ from typing import Any
 
 from experiments.base import KVQUANT_CORPUS, Corpus, Experiment, Result, Setting, calibrated, values_of
 from tersekv.codecs import methods
-from tersekv.lab.evals.harness import Harness, Progress
+from tersekv.lab.evals.harness import Harness, Progress, metrics_of
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.evals.records import FILE, Record, Records, read
@@ -144,7 +144,7 @@ def _results(
     Only the ratio has a standard error. That of a perplexity is the spread of the windows, which all
     recipes share.
     """
-    summary = build([TASK], {})[TASK].summarise([_metrics(r) for r in ours], [_metrics(r) for r in full])
+    summary = build([TASK], {})[TASK].summarise([metrics_of(r) for r in ours], [metrics_of(r) for r in full])
     bits = sum(r["bits_per_element"] for r in ours) / len(ours)
     held = round(sum(r["bytes"] for r in ours) / len(ours))
     for metric in METRICS if name != FULL else METRICS[:1]:
@@ -161,10 +161,6 @@ def _cheaper(cell: Cell, options: Mapping[str, str]) -> Cell:
 
 def _options(context: int, sinks: int, windows: int) -> dict[str, str]:
     return {"context": str(context), "sinks": str(sinks), "windows": str(windows), "mode": "simulate"}
-
-
-def _metrics(record: Record) -> dict[str, float]:
-    return {name: math.nan if value is None else value for name, value in record["metrics"].items()}
 
 
 def recipe(method: str, **options: object) -> str:

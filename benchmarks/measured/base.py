@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from recorded import RECORDS, Row, markdown
+from recorded import RECORDS, Row
 from tersekv.lab.evals import runs
 
 MODELS = {
@@ -73,11 +73,6 @@ def rows(*names: str) -> list[Row]:
     return [row for name in names for row in runs.read(RECORDS / name)]
 
 
-def table(columns: Sequence[str], lines: Iterable[Sequence[object]]) -> str:
-    """Return a table in markdown."""
-    return markdown(columns, lines)
-
-
 def wrapped(text: str) -> str:
     """Return paragraphs and lists in lines of at most 100 columns."""
     made = []
@@ -105,9 +100,9 @@ def cpu(row: Row) -> str:
     return {"avx512bf16": "Zen 4", "avx512": "Zen 5"}[row["isa"]]
 
 
-def middle(values: Sequence[float], digits: int = 1) -> str:
+def middle(values: Sequence[float]) -> str:
     """Return the median."""
-    return f"{statistics.median(values):,.{digits}f}"
+    return f"{statistics.median(values):,.1f}"
 
 
 def span(values: Sequence[float], digits: int = 2) -> str:

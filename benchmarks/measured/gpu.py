@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 
-from measured.base import Page, Section, cache, rows, table
+from measured.base import Page, Section, cache, rows
+from recorded import markdown
 
 
 def attention() -> str:
@@ -18,7 +19,7 @@ def attention() -> str:
         for row in rows("attend_gpu.jsonl")
     ]  # fmt: skip
     columns = ("tokens", "rows", "way", "bits", "µs", "p10–p90", "share of the floor", "times as fast", "error")
-    return table(columns, lines)
+    return markdown(columns, lines)
 
 
 def decoding() -> str:
@@ -33,7 +34,7 @@ def decoding() -> str:
             )
         )  # fmt: skip
     columns = ("cache", "context", "ms per token", "prompt s", "512 more s", "true bits", "GB held", "peak GB")
-    return table(columns, lines)
+    return markdown(columns, lines)
 
 
 def counts() -> str:
@@ -45,7 +46,7 @@ def counts() -> str:
     )  # fmt: skip
     names = {"sm_80": "A100", "sm_90": "H100", "sm_120": "RTX 50"}
     found = rows("instructions_gpu.jsonl")
-    return table(columns, [(names[row["target"]], f"`{row['format']}`", *(row[f] for f in fields)) for row in found])
+    return markdown(columns, [(names[row["target"]], f"`{row['format']}`", *(row[f] for f in fields)) for row in found])
 
 
 def page() -> Page:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from measured.base import Page, Row, Section, cpu, rows, span, table
+from measured.base import Page, Row, Section, cpu, rows, span
 from measured.speed import THREE_BITS
+from recorded import markdown
 
 FILES = ("bench_attend.jsonl", "bench_attend_avx2.jsonl", "bench_shapes.jsonl", "bench_outliers.jsonl", "attend.jsonl")
 
@@ -29,7 +30,7 @@ def attention() -> str:
         name = f"`grid{row['bits']}`, float32" if row["what"] == "tersekv" else f"`{row['what']}`"
         about = cpu(row), row["shape"], f"{row['T']:,}", row["threads"]
         lines.append((*about, name, f"{row['median_us'] / 1e3:.2f}", f"{ratio:.1f}"))
-    return table(("CPU", "heads", "tokens", "threads", "format", "ms", "times as fast"), lines)
+    return markdown(("CPU", "heads", "tokens", "threads", "format", "ms", "times as fast"), lines)
 
 
 def heads(row: Row) -> str:
@@ -48,14 +49,14 @@ def layer_step() -> str:
         lines.append(
             (row["dtype"], heads(row), f"{row['tokens']:,}", name, f"{row['microseconds']:,.0f}", f"{ratio:.1f}")
         )
-    return table(("dtype", "heads", "tokens", "recipe", "µs", "times as fast as `exact`"), lines)
+    return markdown(("dtype", "heads", "tokens", "recipe", "µs", "times as fast as `exact`"), lines)
 
 
 def calls() -> str:
     """Return the table of calls of a layer's step."""
     found = [row for row in rows("layer_step.jsonl", "mixed_step.jsonl") if "python_calls" in row]
     named = [(THREE_BITS if row["recipe"] == "default" else f"`{row['recipe']}`", row) for row in found]
-    return table(
+    return markdown(
         ("recipe", "Python calls", "native calls"),
         [(name, f"{row['python_calls']:.0f}", f"{row['native_calls']:.0f}") for name, row in named],
     )
@@ -75,7 +76,7 @@ def mixed_step() -> str:
         (*at, *(f"{cells[one]:,.0f} / {cells[two]:,.0f} = {cells[two] / cells[one]:.2f}" for one, two in pairs))
         for at, cells in found.items()
     ]
-    return table(("dtype", "heads", "tokens", "threads", *(f"`{one.split(',')[0]}`" for one, _ in pairs)), lines)
+    return markdown(("dtype", "heads", "tokens", "threads", *(f"`{one.split(',')[0]}`" for one, _ in pairs)), lines)
 
 
 def codec_of(recipe: str) -> str:
@@ -95,7 +96,7 @@ def encoding() -> str:
             at = 1 if row["what"].endswith(alone) or row["threads"] == 2 else 0
             cells[at] = f"{row['ratio_to_prefill']:.3f} ({span(row['ratio_range'], 3)})"
     columns = ("threads", "recipe", "with the kernels", "torch alone")
-    return table(columns, [(threads, f"`{what}`", *cells) for (threads, what), cells in lines.items()])
+    return markdown(columns, [(threads, f"`{what}`", *cells) for (threads, what), cells in lines.items()])
 
 
 def instructions() -> str:
@@ -107,7 +108,7 @@ def instructions() -> str:
         (kinds[kind], f"`{what}`", *(f"{found[kind, what, isa]:,.0f}" for isa in ("avx2", "scalar")))
         for kind, what in names
     ]
-    return table(("kind", "kernel", "AVX2", "portable build"), lines)
+    return markdown(("kind", "kernel", "AVX2", "portable build"), lines)
 
 
 def page() -> Page:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import groupby
 
-from measured.base import Page, Row, Section, cpu, rows, table
+from measured.base import Page, Row, Section, cpu, rows
+from recorded import markdown
 from tersekv.lab.evals.tasks.base import Estimate
 
 SPEED, DIVERGENCE = "latent_speed.jsonl", "latent_divergence.jsonl"
@@ -37,7 +38,7 @@ def by_way(field: str, cell: Callable[[Row, Row], str]) -> str:
         ways = {row["way"]: row for row in found}
         names = [OWN, *(name for name in ways if name != OWN)]
         lines.append([*key, *(cell(ways[name], ways[OWN]) for name in names)])
-    return table(("shape", "tokens", "dtype", *(name if name == OWN else f"`{name}`" for name in names)), lines)
+    return markdown(("shape", "tokens", "dtype", *(name if name == OWN else f"`{name}`" for name in names)), lines)
 
 
 def step(row: Row, own: Row) -> str:
@@ -74,7 +75,7 @@ def divergence() -> str:
     for way, of in found.items():
         cells = [f"{kl_of(of[name])} at {of[name][0]['bits']:.2f}" for name in models]
         lines.append((way if way.startswith("fp") else f"`{way}`", *cells))
-    return table(("latents", *models), lines)
+    return markdown(("latents", *models), lines)
 
 
 def kl_of(found: list[Row]) -> str:

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Iterable
 
 import three_models
-from measured.base import MODELS, Page, Row, Section, cache, model, rows, table
+from measured.base import MODELS, Page, Row, Section, cache, model, rows
+from recorded import markdown
 from tersekv.lab.evals.reader import FULL
 
 FACTS = {"passkey": "passkeys", "needle": "needles"}
@@ -40,7 +41,7 @@ def found_facts(found: Iterable[Row]) -> str:
                 found_of = f"{sum(right[0]):.0f} / {sum(right[1]):.0f} of {len(pairs)}"
                 likelihood = " / ".join(f"{statistics.fmean(side):.2f}" for side in nll)
                 lines.append((*at[:2], f"{at[2]:,}", cache(recipe), found_of, likelihood, f"{bits:.1f}"))
-    return table(("model", "facts", "tokens", "recipe", "found", "NLL", "true bits"), lines)
+    return markdown(("model", "facts", "tokens", "recipe", "found", "NLL", "true bits"), lines)
 
 
 def longbench() -> str:
@@ -55,7 +56,7 @@ def longbench() -> str:
         score = statistics.fmean(row["metrics"]["accuracy"] for row in samples)
         cells = f"{score:.2f}", len(samples), f"{statistics.fmean(nll):.2f}" if nll else "–"
         lines.append((subtask, cache(recipe), *cells))
-    return table(("subtask", "recipe", "score", "samples", "NLL"), lines)
+    return markdown(("subtask", "recipe", "score", "samples", "NLL"), lines)
 
 
 def page() -> Page:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import studies
 import three_models
-from measured.base import MODELS, NAMES, Page, Section, estimate, model, rows, table, wrapped
-from recorded import RECORDS
+from measured.base import MODELS, NAMES, Page, Section, estimate, model, rows, wrapped
+from recorded import RECORDS, markdown
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.plots.groups import grouped, read_records
 
@@ -27,7 +27,7 @@ def modes() -> str:
             cells = f"{one.bits_per_element:.2f}", estimate(one.metrics["perplexity_ratio"], 3)
             found.setdefault(one.recipe, {})[group.options["mode"]] = cells
     none = ("–", "–")
-    return table(
+    return markdown(
         ("recipe", "bits, simulate", "perplexity ratio, simulate", "bits, cache", "perplexity ratio, cache"),
         [(f"`{name}`", *of.get("simulate", none), *of.get("cache", none)) for name, of in found.items()],
     )
@@ -41,7 +41,7 @@ def presets() -> str:
             cell = f"{estimate(one.metrics['kl'])}, {one.bits_per_element:.2f} bits"
             cells.setdefault(one.recipe, {})[f"{MODELS[group.model]}, {one.samples} windows"] = cell
     names = list(dict.fromkeys(name for of in cells.values() for name in of))
-    return table(
+    return markdown(
         ("recipe", *names), [(NAMES.get(r, f"`{r}`"), *(of[name] for name in names)) for r, of in cells.items()]
     )
 
@@ -60,7 +60,7 @@ def key_errors() -> str:
             cells.append(f"{kl[name, 576, recipe]:.4f}{error}" if (name, 576, recipe) in kl else "–")
         far = kl.get((names[1], 2304, recipe))
         lines.append((f"`{recipe}`", *cells, "–" if far is None else f"{far:.4f}"))
-    return table(("recipe", *names, f"{names[1]}, 2,048"), lines)
+    return markdown(("recipe", *names, f"{names[1]}, 2,048"), lines)
 
 
 def page() -> Page:

@@ -6,8 +6,8 @@ import statistics
 
 import studies
 import token_rates
-from measured.base import Page, Row, Section, estimate, model, rows, table
-from recorded import RECORDS
+from measured.base import Page, Row, Section, estimate, model, rows
+from recorded import RECORDS, markdown
 from tersekv.hf.facts import load_shape
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.evals.tasks.base import Estimate
@@ -49,7 +49,7 @@ def divergences(name: str) -> str:
             label = f"`{recipe.replace(',calibration=prompt', '')}`{own}"
             lines.append((TEXTS[group.options["text"]], label, len(records), f"{bits:.2f}", *cells))
     order = list(TEXTS.values())
-    return table(
+    return markdown(
         ("text", "recipe", "windows", "true bits at 32k", "KL, nats (median)", "99th percentile", "same next token"),
         sorted(lines, key=lambda line: (order.index(line[0]), float(line[3]))),
     )
@@ -79,7 +79,7 @@ def on_the_prompt() -> str:
     columns = (
         "model", "recipe", "windows", "true bits at 32k", "KL, nats (median)", "worst window", "minus `allot=model`",
     )  # fmt: skip
-    return table(columns, lines)
+    return markdown(columns, lines)
 
 
 def found_passkeys() -> str:

@@ -9,9 +9,10 @@ from dataclasses import replace
 
 import papers
 from experiments import kvquant_tables
-from measured.base import MODELS, Page, Section, model, rows, table
+from measured.base import MODELS, Page, Section, model, rows
 from measured.claims import CLAIMS, PERPLEXITIES
 from measured.verdicts import Claim, differences, line
+from recorded import markdown
 
 ELSEWHERE = {("kvquant", name): "kvquant" for name in kvquant_tables.EXPERIMENTS} | {
     ("subgen", "selection"): "selection"
@@ -93,7 +94,7 @@ def contents() -> str:
             page = ELSEWHERE.get((paper, key))
             title = f"[{experiment.title}]({page}.md)" if page else experiment.title
             lines.append((name.split()[0], f"`{key}`", title, papers.ran([r for r in records if r["table"] == key])))
-    return table(("paper", "experiment", "subject", "run here"), lines)
+    return markdown(("paper", "experiment", "subject", "run here"), lines)
 
 
 def remarks(paper: str, experiment: str) -> str:
@@ -126,7 +127,7 @@ def parts() -> Iterator[Section]:
 
 def verdicts_of(claims: Sequence[Claim]) -> str:
     """Return the table of verdicts on claims."""
-    return table(COLUMNS, map(line, claims))
+    return markdown(COLUMNS, map(line, claims))
 
 
 def centred() -> str:
@@ -144,7 +145,7 @@ def centred() -> str:
         [f"`{recipe}`", *(f"{of[name][0]:.4f} → {of[name][1]:.4f}" if name in of else "–" for name in names)]
         for recipe, of in found.items()
     )
-    return table(("KL divergence, mean kept → removed", *names), lines)
+    return markdown(("KL divergence, mean kept → removed", *names), lines)
 
 
 def page() -> Page:
@@ -164,7 +165,7 @@ def page() -> Page:
                 Section(papers.PAPERS[paper][0].split()[0], MORE.get(paper, ""), verdicts_of(claims), level=3)
                 for paper, claims in CLAIMS.items()
             ),
-            Section("Proved, tested, computed or run", "", table(("result", "verdict", "how"), SHOWN), level=3),
+            Section("Proved, tested, computed or run", "", markdown(("result", "verdict", "how"), SHOWN), level=3),
             Section(
                 "What the models agree on",
                 "The papers do not say that codecs which rotate or scale whole vectors need keys without their mean. "

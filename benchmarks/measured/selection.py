@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 
 import budgets
-from measured.base import Page, Section, estimate, middle, rows, span, table
-from recorded import RECORDS
+from measured.base import Page, Section, estimate, middle, rows, span
+from recorded import RECORDS, markdown
 from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.lab.plots.groups import grouped, read_records
 
@@ -31,7 +31,7 @@ def selection() -> str:
             held = statistics.fmean(row["bytes"] - row["bytes_by_part"].get("slack", 0) for row in own) / 1e6
             cells = [estimate(one.metrics[metric], 2) for metric in ("accuracy", "gold_nll")]
             lines.append((TASKS[group.name, group.seed], f"`{one.recipe}`", len(own), f"{held:.2f}", *cells))
-    return table(("task", "recipe", "samples", "MB", "accuracy", "NLL of the answer"), lines)
+    return markdown(("task", "recipe", "samples", "MB", "accuracy", "NLL of the answer"), lines)
 
 
 def streams() -> str:
@@ -42,7 +42,7 @@ def streams() -> str:
         name = f"SubGen, `{codec}`" if policy else "every token, float16"
         cells = f"{row['bytes'] / 1e3:,.0f}", f"{row['step_microseconds']:,.0f}", f"{row['relative_error']:.2f}"
         lines.append((name, f"{row['context_tokens']:,}", *cells))
-    return table(("recipe", "tokens", "kB", "µs per step", "error"), lines)
+    return markdown(("recipe", "tokens", "kB", "µs per step", "error"), lines)
 
 
 def layers() -> str:
@@ -57,7 +57,7 @@ def layers() -> str:
         for term, said in TERMS.items():
             means = [statistics.fmean(layer[term] for layer in row["layers"][part]) for part in parts.values()]
             lines.append((f"Algorithm 1, {said}", *(f"{mean:.2f}" for mean in means)))
-    return table(("figure", *parts), lines)
+    return markdown(("figure", *parts), lines)
 
 
 def memory() -> str:
@@ -71,7 +71,7 @@ def memory() -> str:
         times = [row["milliseconds"] for row in of]
         lines.append((f"`{recipe}`", f"{of[-1]['tokens']:,}", held, f"{times[0]:.1f} / {times[-1]:.1f}", middle(times)))
     columns = ("recipe", "tokens", "MB, most in each part", "ms per token, first / last part", "median of parts")
-    return table(columns, lines)
+    return markdown(columns, lines)
 
 
 def samples() -> str:

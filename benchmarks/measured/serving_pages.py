@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import serving
-from measured.base import Page, Section, cache, estimate, model, rows, table
+from measured.base import Page, Section, cache, estimate, model, rows
+from recorded import markdown
 from tersekv.lab.evals.tasks.base import Estimate
 
 FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
@@ -27,7 +28,7 @@ def prompt_caches() -> str:
             (*about, f"`{row['recipe']}`", f"{row['file_bytes'] / 1e6:.1f}", f"{row['ratio_bf16']:.2f}", *spent)
         )
     columns = ("model", "tokens", "recipe", "file, MB", "smaller than bfloat16", "prefill, s", "packing, s")
-    return table((*columns, "saving, s", "loading, s"), lines)
+    return markdown((*columns, "saving, s", "loading, s"), lines)
 
 
 def storage_files() -> str:
@@ -46,7 +47,7 @@ def storage_files() -> str:
         kl = "0" if held.startswith("bfloat16") else estimate(Estimate.of([row["kl"] for row in found]))
         lines.append((name, f"{tokens:,}", f"{shown}{kind}", size, f"{ratio:.2f}", kl, len(found)))
     columns = ("model", "tokens", "file", "MB", "smaller than bfloat16", "KL divergence", "windows")
-    return table(columns, lines)
+    return markdown(columns, lines)
 
 
 def storage_times() -> str:
@@ -59,7 +60,7 @@ def storage_times() -> str:
             spent = f"{read:.2f}", f"{save:.2f}", f"{load:.2f}", f"{read / load:.1f}"
             lines.append((model(row), f"{row['tokens']:,}", row["cache"], *spent, *memory))
     columns = ("model", "tokens", "file", "read, s", "save, s", "load, s", "faster", "holds, MB", "more at peak, MB")
-    return table(columns, lines)
+    return markdown(columns, lines)
 
 
 def page() -> Page:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from measured.base import Page, Row, Section, cache, cpu, middle, model, rows, span, table
+from measured.base import Page, Row, Section, cache, cpu, middle, model, rows, span
+from recorded import markdown
 
 RUNS = (
     *("generate", "generate_bfloat16", "generate_presets", "generate_mixed"),
@@ -73,7 +74,7 @@ def prompts() -> str:
             ratio = f" ({times(taken, one.full[name])})" if taken and one.row is not one.full else ""
             cells.append(f"{middle(taken)}{ratio}" if taken else "–")
         lines.append((*one.about, *cells, one.run.removeprefix("generate_")))
-    return table(("CPU", "model", "tokens", "cache", "prompt, s", "turn, s", "run"), lines)
+    return markdown(("CPU", "model", "tokens", "cache", "prompt, s", "turn, s", "run"), lines)
 
 
 def decode_steps() -> str:
@@ -82,7 +83,7 @@ def decode_steps() -> str:
         (*one.about, middle(one.steps), times(steps(one.full), one.steps), one.run.removeprefix("generate_"))
         for one in decodings()
     ]
-    return table(("CPU", "model", "tokens", "cache", "step, ms", "times as fast", "run"), lines)
+    return markdown(("CPU", "model", "tokens", "cache", "step, ms", "times as fast", "run"), lines)
 
 
 def memory() -> str:
@@ -93,7 +94,7 @@ def memory() -> str:
         known = [f"{held / 1e6:.0f}", f"{peak / held:.1f}"] if held else ["–", "–"]
         cells = [known[0], f"{peak / 1e6:,.0f}", known[1]]
         lines.append((*one.about[1:], *cells, one.run.removeprefix("generate_")))
-    return table(("model", "tokens", "cache", "held, MB", "peak, MB", "peak / held", "run"), lines)
+    return markdown(("model", "tokens", "cache", "held, MB", "peak, MB", "peak / held", "run"), lines)
 
 
 def agreement() -> str:
@@ -114,7 +115,7 @@ def agreement() -> str:
         rates = [middle(row[f"{name}_tokens_per_second"]) for name in ("packed", "full")]
         lines.append((f"tokens/s at 8,000 tokens, packed / full, {len(row['ratios'])} rounds", " / ".join(rates)))
         lines.append(("… times as fast", f"{row['ratio']:.2f} ({span(row['ratios'])})"))
-    return table(("figure", "`kivi:bits=4`"), lines)
+    return markdown(("figure", "`kivi:bits=4`"), lines)
 
 
 def compiled() -> str:
@@ -127,7 +128,7 @@ def compiled() -> str:
         spent = "–" if row["compile_seconds"] is None else f"{row['compile_seconds']:.1f}"
         rate = f"{row['tokens_per_second']:.1f} ({span(row['rates'], 1)})"
         lines.append((row["dtype"], f"{row['depth']:,}", name, row["mode"], rate, same, spent))
-    return table(("dtype", "tokens", "cache", "mode", "tokens/s", "tokens equal to eager", "compiling, s"), lines)
+    return markdown(("dtype", "tokens", "cache", "mode", "tokens/s", "tokens equal to eager", "compiling, s"), lines)
 
 
 def llama() -> str:
@@ -138,7 +139,7 @@ def llama() -> str:
         name = {"default": THREE_BITS, "full": "transformers' own"}.get(row["cache"], row["cache"])
         name = f"`{name}`" if ":" in name else name
         lines.append((name, f"{row['ms_of_cache']:.0f} ({span(adds, 0)})"))
-    return table(("cache", "ms that 8,000 tokens add to a step"), lines)
+    return markdown(("cache", "ms that 8,000 tokens add to a step"), lines)
 
 
 def shares() -> str:
@@ -158,7 +159,7 @@ def shares() -> str:
         "packing / rest of the prefill",
         "times the full cache's time",
     )
-    return table(columns, lines)
+    return markdown(columns, lines)
 
 
 def calibrated(recipe: str) -> str:
@@ -170,7 +171,7 @@ def calibrated(recipe: str) -> str:
 def packing_memory() -> str:
     """Return the table of peaks while prompts are packed, without a model."""
     found = [row for row in rows("prefill.jsonl") if row["what"] == "memory"]
-    return table(
+    return markdown(
         ("recipe", "held, MB", "peak, MB", "peak / held"),
         [(calibrated(row["recipe"]), row["held_mb"], row["peak_mb"], f"{row['peak_over_held']:.2f}") for row in found],
     )

@@ -67,14 +67,14 @@ class Chart:
         self.parts.append(f'<circle class="dot {style}" cx="{x:g}" cy="{y:g}" r="4.5"/>')
         self.boxes.append((x - 5, y - 5, x + 5, y + 5))
 
-    def label(self, x: float, y: float, text: str, style: str = "") -> None:
+    def label(self, x: float, y: float, text: str) -> None:
         """Write a label next to a dot, where it hides no other if there is such a place."""
         wide = LETTER * len(text)
         places = [(x + 8, y + 4), (x - 8 - wide, y + 4), (x - wide / 2, y - 9), (x - wide / 2, y + 18)]
         places += [(x + 8, y - 8), (x + 8, y + 16), (x - 8 - wide, y - 8), (x - 8 - wide, y + 16)]
         left, top = min(places, key=lambda at: self._hidden(at[0], at[1], wide))
         self.boxes.append((left, top - 11, left + wide, top + 2))
-        self.text(round(left, 1), round(top, 1), text, style)
+        self.text(round(left, 1), round(top, 1), text)
 
     def _hidden(self, left: float, top: float, wide: float) -> float:
         """Return the area of other boxes that a label would hide, and that of the label outside of the picture."""

@@ -7,8 +7,8 @@ import statistics
 from collections.abc import Sequence
 
 import trellis
-from measured.base import Page, Row, Section, cache, estimate, rows, table
-from recorded import RECORDS
+from measured.base import Page, Row, Section, cache, estimate, rows
+from recorded import RECORDS, markdown
 from tersekv.lab.plots.groups import grouped, read_records
 
 COLUMNS = ("perplexity", "ratio to full", "KL, nats", "same next token", "true bits")
@@ -29,7 +29,7 @@ def tables(names: Sequence[str]) -> str:
         for name in names
         for row in trellis.all_tables()[name][1]
     ]
-    return table(("recipe", *COLUMNS), lines)
+    return markdown(("recipe", *COLUMNS), lines)
 
 
 def ingredients() -> str:
@@ -39,7 +39,7 @@ def ingredients() -> str:
         for row in trellis.all_tables()[name][1]:
             bits, _, label = row.label.partition(" bits: ")
             lines.append((said, bits, label, *trellis.cells(row, options(1))[1:]))
-    return table(("coded", "bits", "ingredients", *COLUMNS[1:]), lines)
+    return markdown(("coded", "bits", "ingredients", *COLUMNS[1:]), lines)
 
 
 def prompt_fits() -> str:
@@ -51,7 +51,7 @@ def prompt_fits() -> str:
             fit = "the prompt" if "calibration=prompt" in one.recipe else "a corpus"
             cells = estimate(one.metrics["kl"]), f"{statistics.median(kl):.4f}", f"{one.bits_per_element:.2f}"
             lines.append((TEXTS[group.options["text"]], cache(one.recipe), fit, one.samples, *cells))
-    return table(("text", "recipe", "fitted on", "windows", "KL, nats", "median", "true bits"), lines)
+    return markdown(("text", "recipe", "fitted on", "windows", "KL, nats", "median", "true bits"), lines)
 
 
 def passkeys() -> str:
@@ -64,7 +64,7 @@ def passkeys() -> str:
         right = sum(row["metrics"]["accuracy"] for row in found)
         nll = statistics.fmean(row["metrics"]["gold_nll"] for row in found)
         lines.append((f"{tokens:,}", cache(recipe), f"{right:.0f} of {len(found)}", f"{nll:.3f}"))
-    return table(("tokens", "recipe", "found", "NLL of the answer"), sorted(lines, key=lambda line: line[0]))
+    return markdown(("tokens", "recipe", "found", "NLL of the answer"), sorted(lines, key=lambda line: line[0]))
 
 
 def page() -> Page:

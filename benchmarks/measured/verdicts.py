@@ -17,7 +17,6 @@ import numpy as np
 import papers
 from measured.base import MODELS, rows
 
-ALL_MODELS = 3
 ENOUGH_MODELS = 2
 LEVEL = 0.05
 HIGHER_IS_BETTER = ("accuracy", "recall")

@@ -6,9 +6,9 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import IO, TYPE_CHECKING, Any, BinaryIO
 
 from tersekv.errors import UserError
 
@@ -38,7 +38,7 @@ def atomic_write(path: Path, advice: str = "free some space there, or give anoth
         handle, name = tempfile.mkstemp(prefix=_prefix(path), suffix=SUFFIX, dir=path.parent)
         with os.fdopen(handle, "wb") as file:
             with contextlib.suppress(OSError):  # without file locks, abandoned files are never removed
-                _lock(file)
+                lock(file)
             yield file
             file.flush()
             os.fsync(file.fileno())
@@ -83,20 +83,32 @@ def _remove_abandoned(path: Path) -> None:
             continue
         with contextlib.suppress(OSError), left.open("rb") as file:
             if time.time() - os.fstat(file.fileno()).st_mtime > ABANDONED_SECONDS:
-                _lock(file)
+                lock(file)
                 left.unlink()
 
 
-def _lock(file: BinaryIO) -> None:
+def lock(file: IO[Any], waiting: Callable[[], object] | None = None) -> bool:
     """Lock a file until it is closed. The system releases the lock when the process ends.
 
-    Raises:
-        OSError: another process holds the lock.
-    """
-    with contextlib.suppress(ImportError):  # Windows
-        import fcntl
+    waiting: called before it waits for another process, which it does not do without.
 
+    Returns False where the system has no such locks (Windows).
+
+    Raises:
+        BlockingIOError: another process holds the lock, and `waiting` is None.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        return False
+    try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        if waiting is None:
+            raise
+        waiting()
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return True
 
 
 def _sync_folder(folder: Path) -> None:

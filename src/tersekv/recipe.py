@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,9 +85,8 @@ class Recipe:
     layers: tuple[tuple[str, Coder], ...] = ()
 
     def __post_init__(self) -> None:
-        codecs = [coder.at(0) for coder in (self.coder, *(c for _, c in self.layers))]
         policy = self.policy()
-        for keys, values in codecs:
+        for keys, values in [coder.at(0) for coder in self.coders]:
             try:
                 policy.check(keys, values)
             except UserError as error:
@@ -134,6 +133,19 @@ class Recipe:
         except (json.JSONDecodeError, KeyError, TypeError) as error:
             raise UserError(f"this is not a recipe in JSON ({error}); write one with Recipe.to_json()") from error
 
+    @property
+    def coders(self) -> tuple[Coder, ...]:
+        """The coder of most layers, and those of the overrides."""
+        return self.coder, *(coder for _, coder in self.layers)
+
+    def with_terms(self, changed: Callable[[Term], Term]) -> Recipe:
+        """Return the recipe with every method changed in this way."""
+
+        def coder(one: Coder) -> Coder:
+            return Coder(changed(one.keys), one.values and changed(one.values))
+
+        return Recipe(coder(self.coder), self.tokens, tuple((spec, coder(one)) for spec, one in self.layers))
+
     def learning_from_prompt(self) -> Recipe | None:
         """Return the recipe with `calibration=prompt` set for every method that has this option.
 
@@ -145,12 +157,8 @@ class Recipe:
             fitted = CALIBRATION in method.parameters or options.get(CENTRE)
             return Term(one.name, tuple(sorted((options | ({CALIBRATION: "prompt"} if fitted else {})).items())))
 
-        def coder(one: Coder) -> Coder:
-            return Coder(term(one.keys), one.values and term(one.values))
-
-        other = Recipe(coder(self.coder), self.tokens, tuple((spec, coder(one)) for spec, one in self.layers))
-        codecs = [codec for one in (other.coder, *(one for _, one in other.layers)) for codec in one.at(0)]
-        return None if any(codec.needs_fit == "corpus" for codec in codecs) else other
+        other = self.with_terms(term)
+        return None if any(codec.needs_fit == "corpus" for one in other.coders for codec in one.at(0)) else other
 
     def policy(self) -> TokenPolicy:
         """Build the token policy."""

@@ -41,22 +41,21 @@ def parse_numbers(text: str, option: str, least: int, most: int) -> tuple[int, .
     return tuple(dict.fromkeys(int(part) for part in parts))
 
 
-DECIMAL = {"k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
-
-
 def parse_bytes(text: str, option: str) -> int:
-    """Parse a number of bytes such as 512MB, 1.5GB or 2GiB.
+    """Parse a number of bytes such as 512MB, 1.5GB or 2GiB. Without a unit it must be 10⁶ or more, because a smaller
+    number probably lacks its unit.
 
     option: name of the value in the error message.
     """
-    found = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)([kmgt])(i?)b", text.strip(), re.IGNORECASE)
-    factor = (1024 ** (1 + "kmgt".index(found[2].lower())) if found[3] else DECIMAL[found[2].lower()]) if found else 0
-    if not found or float(found[1]) * factor < 1:
+    found = re.fullmatch(r"(\d{1,12}(?:\.\d{1,9})?)\s*(?:([kmgt])(i?))?(b?)", text.strip(), re.IGNORECASE)
+    power = " kmgt".index((found[2] or " ").lower()) if found else 0
+    size = float(found[1]) * (1024 if found[3] else 1000) ** power if found else 0.0
+    if not found or size < (1 if found[2] or found[4] else 1e6):
         between = " " if option.startswith("--") else "="
         raise UserError(
             f"{option}{between}{text.strip()} is not a number of bytes; write for example 512MB, 1.5GB or 2GiB"
         )
-    return int(float(found[1]) * factor)
+    return int(size)
 
 
 def human_bytes(size: float) -> str:

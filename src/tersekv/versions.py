@@ -1,4 +1,4 @@
-"""Versions of transformers: the tested ones, and those that are known to break."""
+"""Versions of packages, and those of transformers that are tested or known to break."""
 
 from __future__ import annotations
 
@@ -12,11 +12,21 @@ from typing import Any
 
 from tersekv.errors import UserError
 
+ABSENT = "not installed"
+
 OLDEST, NEWEST = (5, 16), (5, 24)
 """First and last tested release."""
 
 BROKEN: dict[tuple[int, int], str] = {}
 """Releases that are known to break, each with the reason. They are refused."""
+
+
+def package_version(name: str) -> str:
+    """Return the version of a package, or "not installed"."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ABSENT
 
 
 def release(text: str) -> tuple[int, int]:
@@ -40,9 +50,8 @@ def check_transformers() -> None:
     Raises:
         UserError: the release is older than the oldest tested one, or is known to break.
     """
-    try:
-        installed = version("transformers")
-    except PackageNotFoundError:
+    installed = package_version("transformers")
+    if installed == ABSENT:
         return  # a source tree on the path; importing it says what is missing
     found = release(installed)
     if found < OLDEST:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -19,22 +18,13 @@ from tersekv.sizes.cache_size import CacheShape
 from tersekv.sizes.estimate import predict
 from test_saved import KINDS, calibration, goes_on_alike, read, singles
 from test_saved import wide as wide
-from test_store import contents, tokens
+from test_store import contents, fed, tokens
 from test_transformers import GREEDY
 
 EXACT = "window:generated=exact,recent=20+kivi:bits=2"
 PLAIN = "window:recent=20+kivi:bits=2"
 FOUND = "window:found=8,recent=20+kivi:bits=2"
 LOSSLESS = "window:generated=exact,sinks=4,recent=32,exact=fp32+exact:dtype=fp32"
-
-
-def fed(recipe: str, keys: torch.Tensor, values: torch.Tensor, cuts: list[int], window=None) -> LayerStore:
-    """Return a store that was fed the tokens in calls that end at `cuts`."""
-    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, window)
-    assert isinstance(store, LayerStore)
-    for a, b in pairwise(cuts):
-        store.append(keys[:, :, a:b], values[:, :, a:b])
-    return store
 
 
 def same(a: LayerStore, b: LayerStore) -> bool:
@@ -189,6 +179,18 @@ def test_a_file_knows_if_a_prompt_continues(models, name, after, tmp_path):
         goes_on_alike(model, cache, tmp_path / "cache", [prompt(31, seed=5), *singles(40), prompt(50, seed=6)])
 
 
+def same_tokens(model, lossless, options):
+    """Check that `generate` gives the same tokens as with the full cache, and return the cache."""
+    ids = prompt(40).repeat(1, 5)
+    kwargs = GREEDY | options | {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40}
+    expected = model.generate(ids, **kwargs)
+    with tersekv.compress(model, lossless):
+        cache = tersekv.CompressedCache(model.config, lossless)
+        got = model.generate(ids, past_key_values=cache, **kwargs)
+    assert got.tolist() == expected.tolist()
+    return cache
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.parametrize(
     "options",
@@ -197,31 +199,30 @@ def test_a_file_knows_if_a_prompt_continues(models, name, after, tmp_path):
 )
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_tokens(models, name, options):
-    model, ids = models[name], prompt(40).repeat(1, 5)
-    kwargs = GREEDY | options | {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40}
-    expected = model.generate(ids, **kwargs)
-    with tersekv.compress(model, LOSSLESS):
-        cache = tersekv.CompressedCache(model.config, LOSSLESS)
-        got = model.generate(ids, past_key_values=cache, **kwargs)
-    assert got.tolist() == expected.tolist()
+    cache = same_tokens(models[name], LOSSLESS, options)
     full = next(layer for layer in cache.layers if layer.sliding_window is None)
     assert 0 < full.store.packed_tokens <= 200
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
-@pytest.mark.filterwarnings("ignore")
-def test_padded_batch_and_turns(models, name):
-    model, ids, mask = models[name], prompt(150, batch=2), torch.ones(2, 150, dtype=torch.long)
+def two_padded_turns(model, lossless):
+    """Check that a padded batch and a second turn over its cache get the same tokens as with the full cache."""
+    ids, mask = prompt(150, batch=2), torch.ones(2, 150, dtype=torch.long)
     mask[0, :37] = 0
     expected = model.generate(ids * mask, attention_mask=mask, **GREEDY)
-    with tersekv.compress(model, LOSSLESS):
-        cache = tersekv.CompressedCache(model.config, LOSSLESS)
+    with tersekv.compress(model, lossless):
+        cache = tersekv.CompressedCache(model.config, lossless)
         first = model.generate(ids * mask, attention_mask=mask, past_key_values=cache, **GREEDY)
         assert first.tolist() == expected.tolist()
         second = torch.cat([first, prompt(90, batch=2, seed=1)], dim=1)
         mask = torch.cat([mask, mask.new_ones(2, second.shape[1] - 150)], dim=1)
         got = model.generate(second, attention_mask=mask, past_key_values=cache, **GREEDY)
     assert got.tolist() == model.generate(second, attention_mask=mask, **GREEDY).tolist()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.filterwarnings("ignore")
+def test_padded_batch_and_turns(models, name):
+    two_padded_turns(models[name], LOSSLESS)
 
 
 def test_found_tokens_beside_generated_ones():

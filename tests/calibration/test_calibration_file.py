@@ -36,10 +36,7 @@ def made(models, tmp_path_factory) -> Path:
     return folder / "made.safetensors"
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 # ---------------------------------------------------------------- fingerprints

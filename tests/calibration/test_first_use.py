@@ -26,17 +26,14 @@ RECIPE = "trellis:bits=3"
 PARSED = Recipe.parse(RECIPE)
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def files(folder) -> set[str]:
     return {path.name for path in folder.rglob("*") if path.is_file() and path.name != "lock"}
 
 
-def test_a_recipe_calibrates_once(cache, llama) -> None:
+def test_a_recipe_calibrates_once(empty_cache, llama) -> None:
     path = place(default_folder(fingerprint(llama)), PARSED)
     with pytest.warns(UserWarning, match=rf"no calibration for '{RECIPE}' yet; it is made once, .*{path.name}.*never"):
         compression = tersekv.compress(llama, RECIPE)
@@ -46,7 +43,7 @@ def test_a_recipe_calibrates_once(cache, llama) -> None:
         # one file serves them all
         for recipe in ("trellis:bits=2", "trellis:bits=4", "trellis:bits=2.5", "trellis:bits=3;0=exact"):
             tersekv.CompressedCache(llama, recipe)
-    assert files(cache) == {path.name}  # neither text nor sums are left
+    assert files(empty_cache) == {path.name}  # neither text nor sums are left
     made = Calibration.load(path).made
     assert (made.corpus, made.samples, made.length) == ("own text", first_use.SAMPLES, first_use.LENGTH)
     assert compression.template.layers[0].plan.keys.fitted["mean"].shape == (1, 2, 32)
@@ -62,13 +59,13 @@ def test_the_result_is_that_of_the_text(llama) -> None:
 
 
 @pytest.mark.parametrize("recipe", ["kvquant", "headkv:budget=0.5+trellis", "trellis;0=kvquant"])
-def test_others_are_not_calibrated(cache, llama, recipe: str) -> None:
+def test_others_are_not_calibrated(empty_cache, llama, recipe: str) -> None:
     with pytest.raises(UserError, match=r"needs a calibration, and .* does not exist: make one with"):
         tersekv.compress(llama, recipe)
-    assert not files(cache)
+    assert not files(empty_cache)
 
 
-def test_it_can_be_forbidden(cache, llama, monkeypatch) -> None:
+def test_it_can_be_forbidden(empty_cache, llama, monkeypatch) -> None:
     monkeypatch.setenv("TERSEKV_CALIBRATE", "never")
     with pytest.raises(UserError, match=r"TERSEKV_CALIBRATE=never forbids making it now: .*calibration=prompt"):
         tersekv.compress(llama, "trellis:bits=2")
@@ -76,7 +73,7 @@ def test_it_can_be_forbidden(cache, llama, monkeypatch) -> None:
     monkeypatch.setenv("TERSEKV_CALIBRATE", "no")
     with pytest.raises(UserError, match="TERSEKV_CALIBRATE=no is not allowed; choose first-use or never"):
         tersekv.compress(llama, "trellis:bits=2")
-    assert not files(cache)
+    assert not files(empty_cache)
 
 
 def test_a_config_is_not_enough(llama) -> None:
@@ -89,13 +86,13 @@ def test_models_that_write_no_text(llama) -> None:
         calibration_for(llama.model, RECIPE)
 
 
-def test_a_folder_that_cannot_be_written(cache, llama) -> None:
-    cache.write_text("a file, not a folder")
+def test_a_folder_that_cannot_be_written(empty_cache, llama) -> None:
+    empty_cache.write_text("a file, not a folder")
     with pytest.raises(UserError, match=r"cannot write .*: Not a directory; give another place .* TERSEKV_CACHE$"):
         calibration_for(llama, RECIPE)
 
 
-def test_a_stopped_run_continues(cache, llama, monkeypatch) -> None:
+def test_a_stopped_run_continues(empty_cache, llama, monkeypatch) -> None:
     wanted = calibration_for(llama, RECIPE)
     place(default_folder(fingerprint(llama)), PARSED).unlink()
 
@@ -106,7 +103,7 @@ def test_a_stopped_run_continues(cache, llama, monkeypatch) -> None:
         patch.setattr(first_use.Calibrator, "run", stop)
         with pytest.raises(KeyboardInterrupt):
             calibration_for(llama, RECIPE)
-    assert files(cache) == {f"own-text-{first_use.SAMPLES}x{first_use.LENGTH}.ids"}
+    assert files(empty_cache) == {f"own-text-{first_use.SAMPLES}x{first_use.LENGTH}.ids"}
     monkeypatch.setattr(first_use, "own_text", stop)  # the text is there
     found = calibration_for(llama, RECIPE)
     assert found is not None
@@ -126,12 +123,12 @@ def test_the_warning_says_how_long_and_the_way_out(llama, monkeypatch) -> None:
         calibration_for(llama, "mixed:allot=model+trellis:bits=2,calibration=prompt")
 
 
-def test_a_text_that_was_begun_goes_on(cache, llama, monkeypatch) -> None:
+def test_a_text_that_was_begun_goes_on(empty_cache, llama, monkeypatch) -> None:
     wanted = calibration_for(llama, RECIPE)
     place(default_folder(fingerprint(llama)), PARSED).unlink()
     seen = []
 
-    def stop(done, total) -> None:
+    def stop(done) -> None:
         seen.append(done)
         if seen == list(range(1, 21)):
             raise KeyboardInterrupt
@@ -140,21 +137,21 @@ def test_a_text_that_was_begun_goes_on(cache, llama, monkeypatch) -> None:
     monkeypatch.setattr(first_use, "own_text", lambda m, s, n, seed, at, *more: real(m, s, n, seed, stop, *more))
     with pytest.raises(KeyboardInterrupt), pytest.warns(UserWarning, match=r"was stopped; what is done is kept in"):
         calibration_for(llama, RECIPE)
-    (name,) = files(cache)
+    (name,) = files(empty_cache)
     assert name.endswith(".begun")
     seen.clear()
     found = calibration_for(llama, RECIPE)
     assert seen[0] == 20
-    assert files(cache) == {place(default_folder(fingerprint(llama)), PARSED).name}
+    assert files(empty_cache) == {place(default_folder(fingerprint(llama)), PARSED).name}
     assert found is not None
     assert wanted is not None
     assert found.made.corpus_sha256 == wanted.made.corpus_sha256
 
 
-def test_a_measurement_of_attention_goes_on(cache, llama, monkeypatch) -> None:
+def test_a_measurement_of_attention_goes_on(empty_cache, llama, monkeypatch) -> None:
     recipe = "mixed:allot=model+trellis:bits=2,calibration=prompt"
     wanted = calibration_for(llama, recipe)
-    (path,) = cache.rglob("mixed.safetensors")
+    (path,) = empty_cache.rglob("mixed.safetensors")
     path.unlink()
     read, seen = attention_spread._Reader.read, []
 
@@ -167,10 +164,10 @@ def test_a_measurement_of_attention_goes_on(cache, llama, monkeypatch) -> None:
     monkeypatch.setattr(attention_spread._Reader, "read", stop)
     with pytest.raises(KeyboardInterrupt):
         calibration_for(llama, recipe)
-    assert "mixed.parts" in files(cache)
+    assert "mixed.parts" in files(empty_cache)
     found = calibration_for(llama, recipe)
     assert len(seen) == 2 + first_use.SAMPLES - 1
-    assert files(cache) == {"mixed.safetensors"}
+    assert files(empty_cache) == {"mixed.safetensors"}
     assert found is not None
     assert wanted is not None
     assert found.digest == wanted.digest
@@ -180,7 +177,7 @@ TEXTS = {"another tensor": {"x": torch.zeros(3)}, "another length": {"ids": torc
 
 
 @pytest.mark.parametrize("fault", ["flipped", "cut off", "empty", *TEXTS])
-def test_a_damaged_text_is_written_again(cache, llama, monkeypatch, fault) -> None:
+def test_a_damaged_text_is_written_again(empty_cache, llama, monkeypatch, fault) -> None:
     wanted = calibration_for(llama, RECIPE)
     path = place(default_folder(fingerprint(llama)), PARSED)
     path.unlink()
@@ -196,7 +193,7 @@ def test_a_damaged_text_is_written_again(cache, llama, monkeypatch, fault) -> No
         text.write_bytes({"flipped": data[:-1] + bytes([data[-1] ^ 1]), "cut off": data[:-8], "empty": b""}[fault])
     monkeypatch.setattr(first_use.Calibrator, "run", run)
     found = calibration_for(llama, RECIPE)
-    assert files(cache) == {path.name}
+    assert files(empty_cache) == {path.name}
     assert found is not None
     assert wanted is not None
     assert found.digest == wanted.digest
@@ -237,11 +234,10 @@ def test_own_text() -> None:
     torch.manual_seed(0)
     shape = SHAPE | {"eos_token_id": 5}
     model = tf.LlamaForCausalLM(tf.LlamaConfig(**shape, **HEAD)).eval()
-    seen: list[tuple[int, int]] = []
-    ids = own_text(model, 4, 200, progress=lambda *at: seen.append(at))
+    seen: list[int] = []
+    ids = own_text(model, 4, 200, progress=seen.append)
     assert ids.shape == (4, 200)
-    assert seen[0] == (1, 200)
-    assert seen[-1] == (200, 200)
+    assert seen == list(range(1, 201))
     assert set(ids[:, 0].tolist()) == {1}
     assert 5 not in ids
     assert len({tuple(row) for row in ids.tolist()}) == 4
@@ -254,7 +250,7 @@ def test_own_text() -> None:
         own_text(model, 1, 3)
 
 
-def test_a_calibration_from_the_hub(cache, llama, tmp_path, monkeypatch) -> None:
+def test_a_calibration_from_the_hub(empty_cache, llama, tmp_path, monkeypatch) -> None:
     """A repository in the local cache of huggingface_hub."""
     found = calibration_for(llama, RECIPE)
     assert found is not None
@@ -268,6 +264,6 @@ def test_a_calibration_from_the_hub(cache, llama, tmp_path, monkeypatch) -> None
     got = calibration_for(llama, "trellis:bits=2", "someone/calibrations")
     assert got is not None
     assert got.digest == found.digest
-    assert not files(cache)
+    assert not files(empty_cache)
     with pytest.raises(UserError, match=r"no file or folder someone/else, and it is not on the Hub \(.*\): give"):
         calibration_for(llama, "trellis:bits=2", "someone/else")

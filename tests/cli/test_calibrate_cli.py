@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,27 +10,12 @@ import pytest
 from tersekv import cli
 from tersekv.calibration.calibration import Calibration
 from tersekv.lab.evals import runs
+from test_cli import refuse, run_json
 
 SHORT = ("--samples", "2", "--length", "64", "--workers", "1")
 
 
-@pytest.fixture(autouse=True)
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-def run_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert cli.run([*arguments, "--json"]) == 0, capfd.readouterr().err
-    (line,) = capfd.readouterr().out.splitlines()
-    return json.loads(line)
-
-
-def refuse(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.run(list(arguments)) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
-    return said.err
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def test_default_file_is_found_again(tiny: str, capfd, empty_cache: Path) -> None:

@@ -16,12 +16,6 @@ from tersekv import cli
 from tersekv.cli import output
 
 
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path))
-    return tmp_path
-
-
 def run_json(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
     """Return the document that the call printed; stdout may contain nothing else."""
     assert cli.run([*arguments, "--json"]) == 0
@@ -182,7 +176,7 @@ def test_closed_pipe_gives_no_traceback() -> None:
         (("generate", "-p", "x", "--threads", "100000"), "threads are allowed"),
         (("generate", "-p", "x", "--seed", "99999999999999999999"), "--seed"),
         (("generate", "-p", "x", "--temperature", "1e-320"), "--temperature 1e-320 is out of range"),
-        (("estimate", "--memory", "9" * 320 + "GB"), "is not a valid amount of memory"),
+        (("estimate", "--memory", "9" * 320 + "GB"), "is not a number of bytes"),
         (("estimate", "--model", "~nosuchuser/x"), "home folder that does not exist"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 import transformers as tf
 
 from conftest import HEAD, MLA, MODELS, SHAPE
-from tersekv import cli
+from tersekv import cli, versions
 from tersekv.cli import installation
 from tersekv.errors import UserError
 from tersekv.kernels import cpu
@@ -18,12 +18,6 @@ from tersekv.models.config import has_key_bias
 from test_cli import refuse, run_json, run_text
 
 LARGE = SHAPE | {"head_dim": 64, "max_position_embeddings": 32768}
-
-
-@pytest.fixture
-def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path))
-    return tmp_path
 
 
 def saved(folder: Path, config: tf.PreTrainedConfig) -> str:
@@ -77,7 +71,7 @@ def test_without_proc(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Path, "read_text", refuse_read)
     assert installation.cpu_features()[1] == []
-    assert installation.package_version("no-such-package") == "not installed"
+    assert versions.package_version("no-such-package") == "not installed"
 
 
 def test_broken_installation(
@@ -88,8 +82,7 @@ def test_broken_installation(
     def old() -> None:
         raise UserError("transformers 4.0 is too old")
 
-    (empty_cache / "file").touch()
-    monkeypatch.setenv("TERSEKV_CACHE", str(empty_cache / "file"))
+    empty_cache.touch()
     monkeypatch.setattr(installation, "check_transformers", old)
     monkeypatch.setattr(cpu, "why_not_built", lambda: "the extension is not built")
     assert cli.run(["doctor"]) == 1

@@ -15,7 +15,6 @@ from tersekv.lab.evals.tasks.divergence import in_words
 from tersekv.models import loading
 from tersekv.models.config import cache_shape
 from tersekv.sizes.estimate import break_even
-from test_cli import empty_cache as empty_cache
 from test_cli import refuse, run_json, run_text
 
 TEXT = "An article about caches. " * 16

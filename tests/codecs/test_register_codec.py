@@ -21,12 +21,7 @@ class Coarse(NormalFloat):
     group: int = 32
 
 
-@pytest.fixture(autouse=True)
-def unregister():
-    """Remove registered codecs after a test, since other tests count the methods."""
-    yield
-    codecs.registered.clear()
-    codecs.methods.cache_clear()
+pytestmark = pytest.mark.usefixtures("unregister")
 
 
 def test_a_class_is_a_method(llama):

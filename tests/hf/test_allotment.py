@@ -113,8 +113,8 @@ def test_layers_get_rates_by_the_prompt(sharp):
 
 @pytest.mark.parametrize("codec", ["kivi:bits=2", "turboquant:bits=3", "trellis:bits=2"])
 @pytest.mark.filterwarnings("ignore")
-def test_a_saved_cache_goes_on(llama, tmp_path, monkeypatch, codec):
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
+@pytest.mark.usefixtures("empty_cache")
+def test_a_saved_cache_goes_on(llama, tmp_path, codec):
     recipe = f"mixed:allot=prompt,recent=20,bias_correction=full+{codec}"
     with tersekv.compress(llama, recipe):
         held = tersekv.CompressedCache(llama, recipe)

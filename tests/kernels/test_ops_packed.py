@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from native_calls import why_not
-from packed_views import FORMATS, magnitude, packed, roped, table_error, tokens
+from packed_views import FORMATS, magnitude, make_mask, packed, roped, table_error, tokens
 from tersekv.kernels import cpu
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.layouts.exact import ExactView
-from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
+from test_ops_parity import compare, expectation, isa, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 
 
 def run(keys, values, R, mask=None, scaling=None, softcap=None):

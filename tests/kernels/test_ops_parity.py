@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from native_calls import why_not
+from packed_views import make_mask
 from tersekv.kernels import cpu
 from tersekv.kernels.attend_grid import GridSide, decode_grid
 from tersekv.kernels.attend_packed import attend_packed, decoded
@@ -337,13 +338,6 @@ def test_error_on_keys_with_outlier_channels(isa, recipe, seed):
     error, dense_error = ((x - expected).norm().item() / expected.norm().item() for x in (out, dense))
     assert error < (1e-2 if isa == "avx512bf16" else 2e-5)
     assert error < dense_error / 4
-
-
-def make_mask(B, q, T):
-    mask = torch.rand(B, q, T) < 0.6
-    mask[:, 0] = False  # a fully masked row
-    mask[:, -1, : T // 2] = False  # a row that starts late
-    return mask
 
 
 @pytest.mark.parametrize("q", [1, 2, 5])

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from packed_views import tokens
+from packed_views import make_mask, tokens
 from tersekv.codecs import methods
 from tersekv.kernels.attend_packed import attend_packed as reference
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.layouts.exact import ExactView
 from tersekv.layouts.polar import Polar, PolarView
-from test_ops_parity import isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
+from test_ops_parity import isa, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 from test_ops_trellis_attend import check
 
 INTEGERS = 4e-4

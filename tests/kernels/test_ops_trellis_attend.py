@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from native_calls import why_not
-from packed_views import interleaved_rope, magnitude, rope
+from packed_views import interleaved_rope, magnitude, make_mask, rope
 from tersekv.cache.rotary import Rotary
 from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.kernels import backends, cpu
@@ -15,7 +15,7 @@ from tersekv.layouts.exact import ExactView
 from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.layouts.trellis import TrellisView
-from test_ops_parity import compare, expectation, isa, make_mask, one_thread, poisoned_outputs, pytestmark  # noqa: F401
+from test_ops_parity import compare, expectation, isa, one_thread, poisoned_outputs, pytestmark  # noqa: F401
 from test_ops_trellis import mixed_bits
 
 INTEGERS = 3e-4

@@ -14,7 +14,7 @@ import functools
 import pytest
 import torch
 
-from packed_views import FORMATS, packed, roped, tokens
+from packed_views import FORMATS, make_mask, packed, roped, tokens
 from tersekv.kernels import backends, registry, triton
 from tersekv.kernels.attend_packed import attend_packed as reference
 from tersekv.kernels.softmax import attend_exact as exact_reference
@@ -108,13 +108,6 @@ def view(name, side, B=1, H=2, T=96, D=64):
     torch.manual_seed(D + T + len(name))
     with backends.forced("auto"):  # encoding has its own kernels
         return packed(name, side, tokens(B, H, T, D)).inner
-
-
-def make_mask(B, q, T):
-    mask = torch.rand(B, q, T) < 0.6
-    mask[:, 0] = False  # a fully masked row
-    mask[:, -1, : T // 2] = False  # a row that starts late
-    return mask
 
 
 def length(name, T):

@@ -26,7 +26,7 @@ pytestmark = [
 @pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
 def test_counts_are_those_of_the_record(tmp_path, target):
     held = {row["format"]: row for row in runs.read(RECORD) if row["target"] == target}
-    from tersekv.cli.installation import package_version
+    from tersekv.versions import package_version
 
     if (used := package_version("triton")) != (recorded := next(iter(held.values()))["triton"]):
         pytest.skip(f"the record is of Triton {recorded}, not {used}")

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packed_views import tokens
+from packed_views import make_mask, tokens
 from tersekv.codecs import methods
 from tersekv.kernels import backends
 from tersekv.kernels.attend_packed import attend_packed
-from test_ops_triton import compare, device, make_mask, moved, pytestmark, right  # noqa: F401
+from test_ops_triton import compare, device, moved, pytestmark, right  # noqa: F401
 
 GRIDS = {
     "keys per channel, values in groups": ("kivi", {"bits": 4}),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from packed_views import interleaved_rope, rope
+from packed_views import interleaved_rope, make_mask, rope
 from tersekv.kernels import backends, triton
 from tersekv.kernels.softmax import attend_scores
 from tersekv.layouts.base import Concat
@@ -13,7 +13,7 @@ from tersekv.layouts.exact import ExactView
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
 from test_ops_trellis_attend import ROTATED_MEANS, SIZES, rotated_mean, stream_view
-from test_ops_triton import compare, device, make_mask, moved, pytestmark, run  # noqa: F401
+from test_ops_triton import compare, device, moved, pytestmark, run  # noqa: F401
 
 
 @pytest.mark.parametrize("rate", range(1, 9))

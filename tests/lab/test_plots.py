@@ -11,22 +11,17 @@ import pytest
 import torch
 
 from made_records import evaluation, write
+from made_records import results as results
 from tersekv.errors import UserError
 from tersekv.lab.evals import runs
 from tersekv.lab.plots import groups, held, labels, streams, timings
 from tersekv.lab.plots.base import ModelKeys
-from tersekv.lab.plots.kinds import angles, clusters, growth, magnitudes, means, needle, outliers, pareto, plots, speed
+from tersekv.lab.plots.kinds import angles, clusters, growth, magnitudes, means, needle, outliers, pareto, plot, speed
 from tersekv.lab.plots.page import page
 from tersekv.lab.plots.style import render, to_bytes
 
 RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
 ATTEND, SUBGEN = RECORDS / "attend.jsonl", RECORDS / "subgen.jsonl"
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder as `tersekv eval --out` leaves it."""
-    return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
 @pytest.fixture
@@ -70,7 +65,7 @@ def test_angles_of_narrow_heads() -> None:
 
 
 def test_magnitudes_find_the_outlier_channel(keys: ModelKeys) -> None:
-    picture = render(plots()["magnitudes"], keys)
+    picture = render(plot("magnitudes"), keys)
     rows = picture.tables[0].rows
     assert len(rows) == 3
     assert rows[2][-1] == "head 1, channel 5"
@@ -85,7 +80,7 @@ def test_means_in_units_of_the_spread(keys: ModelKeys) -> None:
     x = torch.zeros(2, 4, 32)
     x[0, :, 7] = torch.tensor([9.0, 11.0, 9.0, 11.0])
     assert means.mean_in_spreads(x) == pytest.approx(10)
-    picture = render(plots()["means"], keys._replace(before=[torch.randn(2, 50, 32), x, x]))
+    picture = render(plot("means"), keys._replace(before=[torch.randn(2, 50, 32), x, x]))
     assert [row[1] for row in picture.tables[0].rows][1:] == ["10.00", "10.00"]
     assert "largest in layer 1, 10.0 times their spread" in picture.alt
 
@@ -98,7 +93,7 @@ def test_outliers_set_the_range(keys: ModelKeys) -> None:
     assert outliers.parts_of_range(x) == pytest.approx([0.02] * 4)
     assert not outliers.parts_of_range(torch.zeros(1, 4, 2)).any()
     source = keys._replace(before=[x] * 3, values=keys.keys)
-    picture = render(plots()["outliers"], source)
+    picture = render(plot("outliers"), source)
     rows = {row[0]: row[1:] for row in picture.tables[0].rows}
     assert rows["keys before RoPE"][:4] == ["0.020"] * 4
     assert rows["keys after RoPE"] == rows["values"] != rows["keys before RoPE"]
@@ -136,7 +131,7 @@ def test_clusters_plot(keys: ModelKeys) -> None:
     pytest.importorskip("sklearn")
     balls = [x[:, torch.arange(400) % 16] for x in keys.keys]
     source = keys._replace(keys=balls, values=keys.keys)
-    picture = render(plots()["clusters"], source)
+    picture = render(plot("clusters"), source)
     for table in picture.tables:
         assert [row[0] for row in table.rows] == ["0", "1", "2"]
         assert all(float(row[1]) == 0 < float(row[2]) for row in table.rows)
@@ -144,17 +139,17 @@ def test_clusters_plot(keys: ModelKeys) -> None:
     titles = [axes.get_title(loc="left") for axes in picture.figure.axes]
     assert titles[0] == "keys, layer 0, head 0: radius 0.00"
     assert titles[3].startswith("values, layer 2, head 0: radius ")
-    one = render(plots()["clusters"], source._replace(head=1, layers=(1,)))
+    one = render(plot("clusters"), source._replace(head=1, layers=(1,)))
     assert one.figure.axes[0].get_title(loc="left") == "keys, layer 1, head 1: radius 0.00"
-    assert to_bytes(one, "png") == to_bytes(render(plots()["clusters"], source._replace(head=1, layers=(1,))), "png")
+    assert to_bytes(one, "png") == to_bytes(render(plot("clusters"), source._replace(head=1, layers=(1,))), "png")
     with pytest.raises(UserError, match="give more than 64 with --tokens"):
-        render(plots()["clusters"], source._replace(keys=[x[:, :64] for x in balls]))
+        render(plot("clusters"), source._replace(keys=[x[:, :64] for x in balls]))
 
 
 def test_clusters_name_a_missing_package(keys: ModelKeys, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sklearn", None)
     with pytest.raises(UserError, match=r"needs scikit-learn, which is not installed: pip install 'tersekv\[lab\]'"):
-        render(plots()["clusters"], keys._replace(values=keys.keys))
+        render(plot("clusters"), keys._replace(values=keys.keys))
 
 
 # ---------------------------------------------------------------- pictures of records
@@ -169,7 +164,7 @@ def test_front_takes_the_better_of_equal_bits() -> None:
 
 
 def test_names_do_not_cover_each_other(results: Path) -> None:
-    figure = render(plots()["pareto"], groups.read_records([results])).figure
+    figure = render(plot("pareto"), groups.read_records([results])).figure
     figure.draw_without_rendering()
     for axes in figure.axes:
         boxes = [text.get_window_extent() for text in axes.texts]
@@ -190,10 +185,10 @@ def test_scores_that_are_not_finite_are_omitted(tmp_path: Path) -> None:
     for made in records:
         if made["recipe"] == "kivi:bits=2" and made["task"] == "perplexity":
             made["metrics"]["nll"] = None
-    picture = render(plots()["pareto"], records, task="perplexity")
+    picture = render(plot("pareto"), records, task="perplexity")
     assert "kivi:bits=2" not in [row[0] for row in picture.tables[0].rows]
     with pytest.raises(UserError, match="no packed recipe"):
-        render(plots()["pareto"], [r for r in records if r["recipe"] == "full"])
+        render(plot("pareto"), [r for r in records if r["recipe"] == "full"])
 
 
 def test_needle_maps(results: Path) -> None:
@@ -210,7 +205,7 @@ def test_needle_maps(results: Path) -> None:
     for i, made in enumerate(records):
         made["details"]["depth"] = i % 97
     assert needle.grid_of(groups.grouped(records)[0])[1] == list(range(0, 101, 10))
-    assert render(plots()["needle"], records).alt.startswith("Heat maps of accuracy")
+    assert render(plot("needle"), records).alt.startswith("Heat maps of accuracy")
 
 
 def test_speed_plot_agrees_with_the_record() -> None:
@@ -223,7 +218,7 @@ def test_speed_plot_agrees_with_the_record() -> None:
     for ours, _, ratio in compared:
         key = (ours.what, ours.bits, ours.shape, ours.tokens, ours.threads)
         assert ratio == pytest.approx(recorded[key], abs=0.006)
-    assert b"<svg" in to_bytes(render(plots()["speed"], found), "svg")
+    assert b"<svg" in to_bytes(render(plot("speed"), found), "svg")
 
 
 def test_speed_draws_a_format_as_one_line_for_all_its_bits() -> None:
@@ -269,12 +264,12 @@ def test_growth_plot_agrees_with_the_record() -> None:
         assert first.step_us == rows[last.recipe, 1 << 14]["step_microseconds"]
         ratio = last.bytes / first.bytes
         assert ratio < 2 if last.recipe.startswith("subgen") else ratio == pytest.approx(64, rel=0.05)
-    picture = render(plots()["growth"], found)
+    picture = render(plot("growth"), found)
     names = [text.get_text() for text in picture.figure.legends[0].get_texts()]
     assert names[:2] == ["every token, exact", "subgen + exact"]
     assert b"<svg" in to_bytes(picture, "svg")
     with pytest.raises(UserError, match="one length only"):
-        render(plots()["growth"], [found[0]])
+        render(plot("growth"), [found[0]])
 
 
 def test_partial_runs_compare_on_common_samples(tmp_path: Path) -> None:
@@ -293,5 +288,5 @@ def test_partial_runs_compare_on_common_samples(tmp_path: Path) -> None:
 @pytest.mark.parametrize("form", ["png", "svg", "pdf"])
 def test_same_records_same_bytes(form: str, results: Path) -> None:
     found = held.held_at_longest(held.longest(groups.grouped(groups.read_records([results]))))
-    twice = [to_bytes(render(plots()["memory"], found), form) for _ in range(2)]
+    twice = [to_bytes(render(plot("memory"), found), form) for _ in range(2)]
     assert twice[0] == twice[1]

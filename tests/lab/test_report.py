@@ -8,16 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from made_records import DAMAGE, document, evaluation, refuse, write
+from made_records import DAMAGE, evaluation
+from made_records import results as results
 from tersekv import cli
 from tersekv.lab.plots.page import page
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Write a folder as `tersekv eval --out` leaves it."""
-    return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
-
+from test_cli import refuse, run_json
 
 VOID = {"meta", "link", "img", "br"}
 
@@ -54,7 +49,7 @@ class Page(HTMLParser):
 
 def test_report_is_one_complete_page(results: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "report.html"
-    made = document(capfd, "report", str(results), "--out", str(out))
+    made = run_json(capfd, "report", str(results), "--out", str(out))
     assert made == {"report": str(out), "records": len(evaluation()), "bytes": out.stat().st_size}
     text = out.read_text(encoding="utf-8")
     found = Page(text)

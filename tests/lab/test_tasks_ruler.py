@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fake_reader import FakeReader, ask, write_question_sets
+from fake_reader import FakeReader, ask
+from fake_reader import questions as questions
 from tersekv.errors import UserError
 from tersekv.lab.evals.tasks.ruler import SUBTASKS, Ruler
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> str:
-    return write_question_sets(tmp_path)
 
 
 @pytest.mark.parametrize("subtask", SUBTASKS)

@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from conftest import data_folder
-from fake_reader import write_question_sets
+from fake_reader import questions as questions
 from tersekv.errors import UserError
 from tersekv.lab.evals import ruler_documents, ruler_lists, ruler_needles
 from tersekv.lab.evals.cases import Case
@@ -156,11 +156,6 @@ def test_frequent_words_to_the_letter() -> None:
     assert [count for _, count in ranked[:4]] == [182, 45, 20, 11]  # 300 / (k²·π²/6)
     assert all(re.fullmatch("[a-z]{6}", word) for word in counts if word != "...")
     assert len(set(ruler_lists.frequent_words(ruler_lists.FWE_LEAST, 100, Random(0)).expected)) == 3
-
-
-@pytest.fixture
-def questions(tmp_path: Path) -> str:
-    return write_question_sets(tmp_path)
 
 
 def test_questions_to_the_letter(questions: str) -> None:

@@ -14,30 +14,15 @@ import pytest
 import torch
 
 import tersekv
-from made_gguf import CHATML, GEMMA, model_of, write
+from made_gguf import CHATML, GEMMA, leftovers, model_of, write
+from made_gguf import path as path
 from tersekv import UserError, cli
 from tersekv.hf.facts import load_shape
 from tersekv.models import convert, loading
 from tersekv.models import pull as pulling
 from tersekv.models.config import cache_shape
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test its own folder of converted models."""
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Return a GGUF file of a tiny Llama."""
-    write(tmp_path / "tiny.gguf")
-    return tmp_path / "tiny.gguf"
-
-
-def leftovers(cache: Path) -> list[str]:
-    return [p.name for p in (cache / "models").glob(".*partial*")] if cache.exists() else []
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 IDS = torch.arange(3, 63)[None]
@@ -61,11 +46,11 @@ def test_loads_the_model_that_was_written(tmp_path: Path, architecture: str) -> 
 
 
 @pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
-def test_estimate_reads_the_shape_without_converting(tmp_path: Path, cache: Path, architecture: str) -> None:
+def test_estimate_reads_the_shape_without_converting(tmp_path: Path, empty_cache: Path, architecture: str) -> None:
     path = tmp_path / "tiny.gguf"
     made = write(path, architecture)
     shape, weights = load_shape(str(path), with_weights=True)
-    assert not cache.exists()
+    assert not empty_cache.exists()
     model, _ = loading.load(str(path))
     assert shape == cache_shape(model.config)
     assert weights == 2 * sum(p.numel() for p in made.parameters())
@@ -74,13 +59,13 @@ def test_estimate_reads_the_shape_without_converting(tmp_path: Path, cache: Path
     } | {"_name_or_path": ""}
 
 
-def test_second_load_converts_nothing(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_load_converts_nothing(path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     loading.load(str(path), report=lines.append)
     assert [line.split()[0] for line in lines] == ["reading", "converting"]
-    (folder,) = (cache / "models").glob("gguf-*")
+    (folder,) = (empty_cache / "models").glob("gguf-*")
     assert {p.name for p in folder.iterdir()} >= {"manifest.json", "model.safetensors", "chat_template.jinja"}
-    assert leftovers(cache) == []
+    assert leftovers(empty_cache) == []
     assert loading.resolve(str(path)) == str(folder)
     monkeypatch.setattr(pulling, "convert", lambda *_: pytest.fail("converted again"))
     loading.load(str(path), report=lines.append)
@@ -90,26 +75,26 @@ def test_second_load_converts_nothing(path: Path, cache: Path, monkeypatch: pyte
     assert next(row for row in loading.list_models() if row.where == folder).title == str(path)
 
 
-def test_digest_is_kept_until_the_file_changes(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_digest_is_kept_until_the_file_changes(path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(time, "time", lambda: path.stat().st_mtime + 10)
-    first = pulling.digest_of(path, cache, lines.append)
-    assert pulling.digest_of(path, cache, lines.append) == first == pulling.sha256(path)
+    first = pulling.digest_of(path, empty_cache, lines.append)
+    assert pulling.digest_of(path, empty_cache, lines.append) == first == pulling.sha256(path)
     assert len(lines) == 1
     content = bytearray(path.read_bytes())
     content[-1] ^= 1
     path.write_bytes(content)
-    assert pulling.digest_of(path, cache, lines.append) == pulling.sha256(path) != first
-    (cache / "broken").mkdir()
-    for kept in cache.iterdir():
+    assert pulling.digest_of(path, empty_cache, lines.append) == pulling.sha256(path) != first
+    (empty_cache / "broken").mkdir()
+    for kept in empty_cache.iterdir():
         if kept.is_file():
             kept.write_text("not a digest")
-    assert pulling.digest_of(path, cache, lines.append) == pulling.sha256(path)
+    assert pulling.digest_of(path, empty_cache, lines.append) == pulling.sha256(path)
 
 
-def test_digest_of_a_file_just_written_is_not_kept(path: Path, cache: Path) -> None:
-    pulling.digest_of(path, cache, print)
-    assert not cache.exists()
+def test_digest_of_a_file_just_written_is_not_kept(path: Path, empty_cache: Path) -> None:
+    pulling.digest_of(path, empty_cache, print)
+    assert not empty_cache.exists()
 
 
 @pytest.mark.parametrize(("dtype", "loaded"), [("auto", torch.float16), ("bfloat16", torch.bfloat16)])
@@ -264,15 +249,15 @@ def test_layers_with_windows(tmp_path: Path, pattern: Any) -> None:
     ids=["longrope", "factors", "partial", "biases", "no-heads", "part", "architecture"],
 )
 def test_what_cannot_be_converted_is_refused(
-    tmp_path: Path, cache: Path, capfd: pytest.CaptureFixture[str], values: dict[str, Any], said: str
+    tmp_path: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str], values: dict[str, Any], said: str
 ) -> None:
     path = tmp_path / "tiny.gguf"
     write(path, **values)
     with pytest.raises(UserError, match=said) as caught:
         loading.load(str(path))
     assert "\n" not in str(caught.value)
-    assert leftovers(cache) == []
-    assert not list((cache / "models").glob("gguf-*"))
+    assert leftovers(empty_cache) == []
+    assert not list((empty_cache / "models").glob("gguf-*"))
     assert cli.run(["generate", "--model", str(path), "-p", "x"]) == 2
     assert "Traceback" not in capfd.readouterr().err
 

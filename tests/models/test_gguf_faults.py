@@ -17,28 +17,13 @@ import numpy as np
 import pytest
 from safetensors import SafetensorError
 
-from made_gguf import write
+from made_gguf import leftovers
+from made_gguf import path as path
 from tersekv import UserError, cli
 from tersekv.models import gguf_file, loading
 from tersekv.models import pull as pulling
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Give each test its own folder of converted models."""
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """Return a GGUF file of a tiny Llama."""
-    write(tmp_path / "tiny.gguf")
-    return tmp_path / "tiny.gguf"
-
-
-def leftovers(cache: Path) -> list[str]:
-    return [p.name for p in (cache / "models").glob(".*partial*")] if cache.exists() else []
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 # ---------------------------------------------------------------- damaged files
@@ -78,14 +63,14 @@ def header_length(path: Path, value: int) -> None:
     ],
 )
 def test_damaged_files_are_refused_in_one_line(
-    path: Path, cache: Path, capfd: pytest.CaptureFixture[str], harm: Any, said: str
+    path: Path, empty_cache: Path, capfd: pytest.CaptureFixture[str], harm: Any, said: str
 ) -> None:
     harm(path)
     with pytest.raises(UserError) as caught:
         loading.load(str(path))
     assert said in str(caught.value)
     assert "\n" not in str(caught.value)
-    assert leftovers(cache) == []
+    assert leftovers(empty_cache) == []
     if said:
         assert cli.run(["estimate", "--model", str(path)]) == 2
         err = capfd.readouterr().err
@@ -187,19 +172,19 @@ def start(path: Path, seconds: float) -> subprocess.Popen[str]:
 
 
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="needs process groups")
-def test_killed_conversion_leaves_nothing_that_is_used(path: Path, cache: Path) -> None:
+def test_killed_conversion_leaves_nothing_that_is_used(path: Path, empty_cache: Path) -> None:
     process = start(path, 600)
     for _ in range(1200):
-        if list((cache / "models").glob(".*partial*/model/ready")):
+        if list((empty_cache / "models").glob(".*partial*/model/ready")):
             break
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-    assert len(leftovers(cache)) == 1
-    assert not list((cache / "models").glob("gguf-*"))
+    assert len(leftovers(empty_cache)) == 1
+    assert not list((empty_cache / "models").glob("gguf-*"))
     loading.load(str(path))
     assert loading.damage(str(path), verify=True) is None
-    assert leftovers(cache) == []
+    assert leftovers(empty_cache) == []
 
 
 def test_two_conversions_at_once(path: Path) -> None:
@@ -218,14 +203,14 @@ def test_two_conversions_at_once(path: Path) -> None:
         (SafetensorError("I/O error: full"), "I/O error: full"),
     ],
 )
-def test_full_disk(path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
+def test_full_disk(path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, said: str) -> None:
     def full(*_: Any) -> None:
         raise error
 
     monkeypatch.setattr(pulling, "convert", full)
     with pytest.raises(UserError, match=rf"cannot store the model in .*{said}.*TERSEKV_CACHE"):
         loading.load(str(path))
-    assert leftovers(cache) == []
+    assert leftovers(empty_cache) == []
 
 
 def test_too_little_space_is_found_before_converting(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

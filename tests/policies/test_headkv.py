@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,7 @@ from tersekv.recipe import Recipe
 from tersekv.sizes.cache_size import CacheShape
 from tersekv.sizes.estimate import predict
 from test_claims_selection import feed, kept
+from test_cli import run_json
 from test_saved import goes_on_alike, read, singles
 from test_store import tokens
 
@@ -245,12 +245,6 @@ def test_importance_is_that_of_full_attention_matrices(models, name):
 # ---------------------------------------------------------------- files
 
 
-@pytest.fixture
-def empty_cache(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
-
-
 def calibration_of(model, scores: torch.Tensor, policy: str = "headkv") -> Calibration:
     made = Made(policy, architecture(model.config), fingerprint(model), "text", "0" * 64, 1, 64, 0, 0)
     return Calibration(made, {SCORES: scores})
@@ -310,11 +304,6 @@ def test_a_saved_cache_holds_the_importance(llama, empty_cache, tmp_path):
     assert torch.equal(held["layers.0.plan.scores"], uneven(3))
     empty = tersekv.CompressedCache(llama, recipe, found)
     assert empty.empty(llama.config).layers[0].plan.scores is not None
-
-
-def run_json(capfd, *arguments: str):
-    assert cli.run([*arguments, "--json"]) == 0, capfd.readouterr().err
-    return json.loads(capfd.readouterr().out)
 
 
 def test_the_command(tiny, capfd, empty_cache, tmp_path):

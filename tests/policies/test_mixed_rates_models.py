@@ -20,6 +20,7 @@ from tersekv.layouts.exact import exact_layout
 from tersekv.models.config import cache_shape
 from tersekv.sizes.estimate import predict
 from test_context_parallel import divided, together
+from test_prompt_packing import same_tokens, two_padded_turns
 from test_saved import goes_on_alike, read, singles
 from test_saved import wide as wide
 from test_transformers import GREEDY
@@ -65,13 +66,7 @@ RECIPES = ["mixed:recent=20+kivi:bits=4", "mixed:recent=20,budget=0.5,rest=1+tre
 )
 @pytest.mark.filterwarnings("ignore")
 def test_transformers_tokens(models, name, options):
-    model, ids = models[name], prompt(40).repeat(1, 5)
-    kwargs = GREEDY | options | {"attention_mask": torch.ones_like(ids), "max_new_tokens": 40}
-    expected = model.generate(ids, **kwargs)
-    with tersekv.compress(model, LOSSLESS):
-        cache = tersekv.CompressedCache(model.config, LOSSLESS)
-        got = model.generate(ids, past_key_values=cache, **kwargs)
-    assert got.tolist() == expected.tolist()
+    cache = same_tokens(models[name], LOSSLESS, options)
     full = next(layer.store for layer in cache.layers if layer.sliding_window is None)
     assert full.ranked
     assert full.packed_tokens >= 128
@@ -82,17 +77,7 @@ def test_transformers_tokens(models, name, options):
 @pytest.mark.parametrize("name", ["llama", "gemma3", "gpt_oss"])
 @pytest.mark.filterwarnings("ignore")
 def test_padded_batch_and_turns(models, name):
-    model, ids, mask = models[name], prompt(150, batch=2), torch.ones(2, 150, dtype=torch.long)
-    mask[0, :37] = 0
-    expected = model.generate(ids * mask, attention_mask=mask, **GREEDY)
-    with tersekv.compress(model, LOSSLESS):
-        cache = tersekv.CompressedCache(model.config, LOSSLESS)
-        first = model.generate(ids * mask, attention_mask=mask, past_key_values=cache, **GREEDY)
-        assert first.tolist() == expected.tolist()
-        second = torch.cat([first, prompt(90, batch=2, seed=1)], dim=1)
-        mask = torch.cat([mask, mask.new_ones(2, second.shape[1] - 150)], dim=1)
-        got = model.generate(second, attention_mask=mask, past_key_values=cache, **GREEDY)
-    assert got.tolist() == model.generate(second, attention_mask=mask, **GREEDY).tolist()
+    two_padded_turns(models[name], LOSSLESS)
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

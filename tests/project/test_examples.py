@@ -16,7 +16,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import tersekv
 import test_codecs
-from tersekv import codecs
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
@@ -64,14 +63,6 @@ def ask(model, text, capsys):
         return capsys.readouterr().out.strip().splitlines()
 
     return run
-
-
-@pytest.fixture
-def unregister():
-    """Remove registered codecs after a test, since other tests count the methods."""
-    yield
-    codecs.registered.clear()
-    codecs.methods.cache_clear()
 
 
 def smaller(lines: list[str]) -> list[float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from conftest import complaints
-from made_records import evaluation, write
+from made_records import results as results
 from tersekv import UserError
 from tersekv.extras import INSTALL_LAB, INSTALL_SERVE, INSTALL_STORAGE, LAB, SERVE, STORAGE, require
 
@@ -65,11 +65,6 @@ def test_base_needs_none_of_the_extra(tiny: str, tmp_path: Path) -> None:
     done = run_without([*LAB.values(), *SERVE.values(), *STORAGE.values()], code, tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "all of them"
-
-
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())
 
 
 GETTING = "getting the model smollm2 (its file is converted once) needs gguf"

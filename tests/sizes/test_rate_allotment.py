@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
@@ -28,15 +27,13 @@ from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
 from tersekv.sizes.estimate import predict
 from tersekv.sizes.rate_allotment import allotted
+from test_cli import run_json
 from test_saved import goes_on_alike, read, singles
 
 RECIPE = "mixed:allot=model,recent=20+trellis:bits=2,calibration=prompt"
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TERSEKV_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def spread(*shares: float, heads: int = 2) -> torch.Tensor:
@@ -290,12 +287,7 @@ def test_plans_differ_by_layer_but_not_by_process(llama):
     assert first[0].policy != first[2].policy
 
 
-def run_json(capfd, *arguments: str):
-    assert cli.run([*arguments, "--json"]) == 0, capfd.readouterr().err
-    return json.loads(capfd.readouterr().out)
-
-
-def test_the_command(tiny, capfd, cache, tmp_path):
+def test_the_command(tiny, capfd, tmp_path):
     text = tmp_path / "text"
     text.write_text("".join(f"Line {i} of a text. " for i in range(400)))
     common = ("-m", tiny, "-t", str(text), "--samples", "2", "--length", "400")

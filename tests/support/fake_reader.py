@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tersekv.cache.footprint import Footprint
@@ -100,8 +101,9 @@ def ask(task: Any, reader: Any) -> list[dict[str, float]]:
     return [task.evaluate(sample, reader, reader).metrics for sample in task.instances(reader)]
 
 
-def write_question_sets(folder: Path) -> str:
-    """Write small question sets for RULER: SQuAD with 12 questions on 4 articles, HotpotQA with 3."""
+@pytest.fixture
+def questions(tmp_path: Path) -> str:
+    """Write a folder of small question sets for RULER: SQuAD with 12 questions on 4 articles, HotpotQA with 3."""
     articles = [
         {
             "paragraphs": [
@@ -115,7 +117,7 @@ def write_question_sets(folder: Path) -> str:
         for a in range(4)
     ]
     articles[0]["paragraphs"][0]["qas"].insert(0, {"question": "?", "answers": [], "is_impossible": True})
-    (folder / "squad.json").write_text(json.dumps({"data": articles}))
+    (tmp_path / "squad.json").write_text(json.dumps({"data": articles}))
     hotpot = [
         {
             "question": f"H{i}?",
@@ -125,5 +127,5 @@ def write_question_sets(folder: Path) -> str:
         }
         for i in range(3)
     ]
-    (folder / "hotpotqa.json").write_text(json.dumps(hotpot))
-    return str(folder)
+    (tmp_path / "hotpotqa.json").write_text(json.dumps(hotpot))
+    return str(tmp_path)

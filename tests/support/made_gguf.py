@@ -7,6 +7,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+import pytest
 import torch
 import transformers as tf
 
@@ -141,3 +142,15 @@ def _further(architecture: str, values: dict[str, Any]) -> dict[str, Any]:
 def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
     kinds = {bool: "BOOL", int: "UINT32", float: "FLOAT32", str: "STRING", list: "ARRAY"}
     writer.add_key_value(key, value, gguf.GGUFValueType[kinds[type(value)]])
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """Return a GGUF file of a tiny Llama."""
+    write(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def leftovers(cache: Path) -> list[str]:
+    """Return the folders of conversions that did not end."""
+    return [p.name for p in (cache / "models").glob(".*partial*")] if cache.exists() else []

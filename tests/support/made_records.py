@@ -1,4 +1,4 @@
-"""Synthetic evaluation records as the harness writes them, and calls of the program on them."""
+"""Synthetic evaluation records as the harness writes them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from tersekv import cli
 from tersekv.cache.footprint import Footprint
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.records import FILE, SHARED, make
@@ -66,14 +65,7 @@ def write(folder: Path, records: list[Any]) -> Path:
     return folder
 
 
-def document(capfd: pytest.CaptureFixture[str], *arguments: str) -> Any:
-    assert cli.run([*arguments, "--json"]) == 0
-    return json.loads(capfd.readouterr().out)
-
-
-def refuse(capfd: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert cli.run(list(arguments)) == 2
-    said = capfd.readouterr()
-    assert said.out == ""
-    assert len(said.err.splitlines()) == 1
-    return said.err
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a folder as `tersekv eval --out` leaves it."""
+    return write(tmp_path_factory.mktemp("evaluation") / "results", evaluation())

@@ -179,3 +179,11 @@ def _sketch_magnitude(sketch: SignSketch, head_dim: int) -> Tensor:
         signs=torch.full_like(sketch.signs, 255), norms=sketch.norms.abs(), sketch=sketch.sketch.abs()
     )
     return ones.decode(head_dim).double()
+
+
+def make_mask(B: int, q: int, T: int) -> Tensor:
+    """Return a random mask [B, q, T] with a row that sees nothing and a row that starts late."""
+    mask = torch.rand(B, q, T) < 0.6
+    mask[:, 0] = False
+    mask[:, -1, : T // 2] = False
+    return mask

@@ -35,6 +35,13 @@ def rotary_runs(rotary: Rotary, place: str) -> None:
     require(rising and known, place, "has starts and lengths that are not valid for runs of tokens")
 
 
+def angles_at_once(rope: Rope, tokens: int, device: torch.device, first: int = 0) -> Angles:
+    """Return the angles of a text that a model reads in one call, from token `first` on."""
+    rotary = Rotary(rope)
+    rotary.note(0, tokens)
+    return rotary.angles(first, tokens - first, device)
+
+
 class Rotary(Stateful):
     """RoPE of the tokens of one layer. Places are counted from the cache's first token."""
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
 
-from tersekv.atomic_write import ELSEWHERE, save_whole
+from tersekv.atomic_write import ELSEWHERE, lock, save_whole
 from tersekv.calibration.calibration import Calibration, Made
 from tersekv.calibration.corpus_moments import CorpusMoments, Wanted
 from tersekv.calibration.fitting import FitJob, fit, prepare_worker
@@ -277,18 +278,13 @@ def locked(folder: Path, wait: bool = False) -> Iterator[None]:
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        lock = (folder / "lock").open("w")
+        opened = (folder / "lock").open("w")
     except OSError as error:
         raise UserError(f"cannot write {folder}: {error.strerror or error}; {ELSEWHERE}") from error
-    with lock as file:
-        with contextlib.suppress(ImportError):  # Windows
-            import fcntl
-
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                if not wait:
-                    raise UserError(f"another run makes this calibration in {folder}: wait until it is done") from error
-                log.warning("another run makes this calibration in %s; waiting for it", folder)
-                fcntl.flock(file, fcntl.LOCK_EX)
+    with opened as file:
+        try:
+            said = partial(log.warning, "another run makes this calibration in %s; waiting for it", folder)
+            lock(file, said if wait else None)
+        except BlockingIOError as error:
+            raise UserError(f"another run makes this calibration in {folder}: wait until it is done") from error
         yield

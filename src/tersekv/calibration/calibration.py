@@ -164,7 +164,7 @@ class Calibration:
         from tersekv.calibration.needs import calibrated_part, how_to
         from tersekv.models.fingerprint import architecture
 
-        where = self.path or "this calibration"
+        where = self._where
         if not (self.serves(recipe, config) if part is None else self.made.recipe == part):
             part = part or calibrated_part(recipe)
             raise UserError(f"{where} was made for recipe '{self.made.recipe}', not for '{part}'; {how_to(recipe)}")
@@ -254,10 +254,10 @@ class Calibration:
         Raises:
             UserError: it is missing, or does not fit the model.
         """
-        where, spec = self.path or "this calibration", TensorSpec(torch.float32, shape, low=-1)
+        spec = TensorSpec(torch.float32, shape, low=-1)
         fault = "is missing" if SCORES not in self.tensors else spec.fault(self.tensors[SCORES])
         if fault:
-            raise UserError(f"{where} is wrong: {SCORES} {fault}; calibrate again")
+            raise UserError(f"{self._where} is wrong: {SCORES} {fault}; calibrate again")
         return self.tensors[SCORES]
 
     @property

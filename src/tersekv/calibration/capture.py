@@ -10,15 +10,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, LinearAttentionLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from tersekv.attention.read import AttentionCall
-from tersekv.cache.rotary import Rotary
+from tersekv.cache.rotary import angles_at_once
 from tersekv.errors import CacheError
 from tersekv.models.attention import attend_tensors, call_of
-from tersekv.models.config import attention_layers, empty_layer, text_config
+from tersekv.models.config import attention_layers, cache_layers, text_config
 from tersekv.models.rope import Ropes
 from tersekv.versions import cache_argument
 
@@ -80,13 +80,7 @@ class OnePassCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig, through: Through) -> None:
-        layers: list[Any] = []
-        for index, kind in enumerate(attention_layers(text_config(config))):
-            if kind.type == "attention":
-                layers.append(OnePassLayer(index, kind.window, through))
-            else:
-                layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())
-        super().__init__(layers=layers)
+        super().__init__(layers=cache_layers(text_config(config), lambda i, window: OnePassLayer(i, window, through)))
 
 
 @torch.no_grad()
@@ -107,9 +101,8 @@ def keys_before_rope(config: PreTrainedConfig, keys: Sequence[Tensor]) -> list[T
     places = [index for index, kind in enumerate(attention_layers(text)) if kind.type == "attention"]
     found = []
     for index, x in zip(places, keys, strict=True):
-        rotary = Rotary(ropes.of(index))
-        rotary.note(0, x.shape[1])
-        found.append(rotary.rope.invert(x[None], *rotary.angles(0, x.shape[1], x.device).cos_sin())[0])
+        angles = angles_at_once(ropes.of(index), x.shape[1], x.device)
+        found.append(angles.rope.invert(x[None], *angles.cos_sin())[0])
     return found
 
 

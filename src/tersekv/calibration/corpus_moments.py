@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from tersekv.atomic_write import save_whole
 from tersekv.attention.read import AttentionCall, grouped
-from tersekv.cache.rotary import Rotary
+from tersekv.cache.rotary import angles_at_once
 from tersekv.calibration.capture import LayerTokens, OnePassCache, watch_calls
 from tersekv.calibration.gradients import Source, each_gradient
 from tersekv.codecs import Codec
@@ -27,7 +27,7 @@ from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.models.config import AttentionShape, text_config
 from tersekv.models.rope import Ropes
 from tersekv.transforms.moments import Moments, WeightedBy, score_loss
-from tersekv.transforms.rope import Angles
+from tersekv.transforms.rope import Rope
 from tersekv.versions import cache_argument
 
 PARTS = "total", "squares", "metric"
@@ -120,10 +120,10 @@ class CorpusMoments:
     def _ids(self, i: int) -> Tensor:
         return self.windows[i : i + 1].to(self.model.device)
 
-    def _angles(self, layer: int, tokens: int, device: torch.device) -> tuple[Rotary, Angles]:
-        rotary = Rotary(self.ropes.of_means(layer))
-        rotary.note(0, tokens)
-        return rotary, rotary.angles(self.sinks, tokens - self.sinks, device)
+    def _before_rope(self, rope: Rope, keys: Tensor) -> Tensor:
+        """Return keys before RoPE, of all tokens but the sinks."""
+        angles = angles_at_once(rope, keys.shape[2] + self.sinks, keys.device, self.sinks)
+        return rope.invert(keys, *angles.cos_sin())
 
     @torch.no_grad()
     def _key_sums(self, i: int) -> dict[str, Tensor]:
@@ -132,8 +132,7 @@ class CorpusMoments:
 
         def add(layer: int, keys: Tensor, values: Tensor) -> LayerTokens:
             if layer in layers:
-                rotary, angles = self._angles(layer, keys.shape[2], keys.device)
-                plain = rotary.rope.invert(keys[:, :, self.sinks :].float(), *angles.cos_sin())
+                plain = self._before_rope(self.ropes.of_means(layer), keys[:, :, self.sinks :].float())
                 found[str(layer)] = plain.sum(2, dtype=torch.float64).cpu()
             return LayerTokens(keys, values)
 
@@ -174,22 +173,18 @@ class CorpusMoments:
             of_keys = one.source.side == "keys"
             x, loss = (keys, losses[0]) if of_keys else (values, losses[1])
             if one.source.pre_rope:
-                x, loss = self._before_rope(one.source.layer, x), loss._replace(metric=None)
+                x, loss = self._before_rope(self.ropes.of(one.source.layer), x), loss._replace(metric=None)
             found.update(_tensors(one, Moments.weighted(self._input(one, x), loss.relative("scores"))))
         return found
-
-    def _before_rope(self, layer: int, keys: Tensor) -> Tensor:
-        rotary = Rotary(self.ropes.of(layer))
-        rotary.note(0, keys.shape[2] + self.sinks)
-        return rotary.rope.invert(keys, *rotary.angles(self.sinks, keys.shape[2], keys.device).cos_sin())
 
     def _input(self, one: Wanted, x: Tensor) -> Tensor:
         """Return the vectors that the codec encodes."""
         if not one.centred:
             return x
-        _, angles = self._angles(one.source.layer, x.shape[2] + self.sinks, x.device)
+        rope = self.ropes.of_means(one.source.layer)
+        angles = angles_at_once(rope, x.shape[2] + self.sinks, x.device, self.sinks)
         mean = self.means[one.source.layer].to(x.device, torch.float16)
-        return x - RotatedMean(mean, angles.rope, angles).decode()
+        return x - RotatedMean(mean, rope, angles).decode()
 
     def _read(self, one: Wanted, tensors: dict[str, Tensor]) -> Moments:
         vectors = len(self.windows) * (self.windows.shape[1] - self.sinks)

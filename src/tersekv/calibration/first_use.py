@@ -198,15 +198,7 @@ def _written(model: PreTrainedModel, path: Path) -> Corpus:
 
         with steps.step("the model writes a text", LENGTH, "tokens", _bar) as at:
             start = Begun(**held) if held.keys() == set(Begun._fields) else None
-            ids = own_text(
-                model,
-                SAMPLES,
-                LENGTH,
-                0,
-                lambda done, total: at(done),
-                start,
-                lambda text: _keep(begun, text._asdict()),
-            )
+            ids = own_text(model, SAMPLES, LENGTH, 0, at, start, lambda text: _keep(begun, text._asdict()))
         _keep(path, {"ids": ids})
         begun.unlink(missing_ok=True)
     return Corpus(NAME, _digest({"ids": ids}), ids, 0)

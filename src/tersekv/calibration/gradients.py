@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tersekv.cache.rotary import Rotary
+from tersekv.cache.rotary import angles_at_once
 from tersekv.calibration.capture import LayerTokens, OnePassCache
 from tersekv.errors import CacheError
 from tersekv.layouts.base import Side
@@ -87,11 +87,9 @@ def each_gradient(
     def on_gradient(source: Source, x: Tensor, gradient: Tensor) -> None:
         gradient = gradient / predictions  # the loss is summed, because means would underflow in small types
         if source.pre_rope:
-            rotary = Rotary(ropes.of(source.layer))
-            rotary.note(0, x.shape[2])
-            cos_sin = rotary.angles(0, x.shape[2], x.device).cos_sin()
-            x = rotary.rope.invert(x.float(), *cos_sin)
-            gradient = rotary.rope.vjp(gradient.float(), *cos_sin)
+            rope = ropes.of(source.layer)
+            cos_sin = angles_at_once(rope, x.shape[2], x.device).cos_sin()
+            x, gradient = rope.invert(x.float(), *cos_sin), rope.vjp(gradient.float(), *cos_sin)
         x, gradient = x[:, :, sinks:].float(), gradient[:, :, sinks:].float()
         _check(source, x, gradient)
         seen.add(source)

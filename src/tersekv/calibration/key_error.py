@@ -158,8 +158,7 @@ def remedy(recipe: Recipe, rope: Rope | None) -> str:
     rope: None if RoPE cannot be removed from the keys.
     """
     data = json.loads(recipe.to_json())
-    coders = [recipe.coder, *(coder for _, coder in recipe.layers)]
-    for term, coder in zip([data, *data["layers"]], coders, strict=True):
+    for term, coder in zip([data, *data["layers"]], recipe.coders, strict=True):
         codec = coder.at(0)[0]
         if codec.has_rates and not codec.centred:
             term["keys"]["options"]["centre"] = True

@@ -35,7 +35,7 @@ def own_text(
     samples: int,
     length: int,
     seed: int = 0,
-    progress: Callable[[int, int], object] = lambda done, total: None,
+    progress: Callable[[int], object] = lambda done: None,
     begun: Begun | None = None,
     keep: Callable[[Begun], object] = lambda begun: None,
 ) -> Tensor:
@@ -44,7 +44,7 @@ def own_text(
     Each sample begins with the model's start token, or with a random token if there is none. Tokens
     that end a text are not written, so that every sample has its full length.
 
-    progress: called with the number of tokens per sample, done and in total.
+    progress: called with the number of tokens per sample that are done.
     begun: the state of a run that was stopped, to go on from it. keep: called with it at a stop.
 
     Raises:
@@ -65,7 +65,7 @@ def own_text(
         chance.set_state(state)
     try:
         for done in range(parts[0].shape[1], length):
-            progress(done, length)
+            progress(done)
             # forward itself, because the hook of `compress` warns of a cache that is not compressed
             given = cache_argument(model, cache)
             out = model.forward(input_ids=parts[-1].to(model.device), use_cache=True, **given)
@@ -82,7 +82,7 @@ def own_text(
     except KeyboardInterrupt:
         keep(Begun(torch.cat(parts, dim=1), state))
         raise
-    progress(length, length)
+    progress(length)
     return torch.cat(parts, dim=1)
 
 

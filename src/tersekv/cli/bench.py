@@ -16,9 +16,10 @@ import typer
 from tersekv.cli import output
 from tersekv.cli.bare import Cell, size
 from tersekv.cli.generate import load, use_threads
-from tersekv.cli.installation import package_version, run_header
+from tersekv.cli.installation import run_header
 from tersekv.errors import UserError
 from tersekv.units import parse_lengths, parse_numbers, parse_tokens
+from tersekv.versions import package_version
 
 if TYPE_CHECKING:
     from tersekv.lab.bench.attend import HeadCounts, Measured
@@ -85,7 +86,8 @@ def attend(
             measured = measure(shape, length, names, count, seconds)
         results += measured.results()
         if out is not None:
-            _append(out, measured)
+            read = {"read_gb_per_s": round(measured.bandwidth, 2)}
+            _write(out, "attend", {}, [read | row.record() for row in measured.rows])
         if not as_json:
             output.show(_table(measured))
     if as_json:
@@ -309,11 +311,6 @@ def _between(low: float, high: float, unit: str, places: int) -> Cell:
 def _short(x: float) -> str:
     """Format a number with one decimal, or none from 100."""
     return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}"
-
-
-def _append(path: Path, measured: Measured) -> None:
-    read = {"read_gb_per_s": round(measured.bandwidth, 2)}
-    _write(path, "attend", {}, [read | row.record() for row in measured.rows])
 
 
 def _write(path: Path, bench: str, common: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -18,7 +18,7 @@ from tersekv.cli.generate import Dtype, checked_dtype, load
 from tersekv.errors import UserError
 
 if TYPE_CHECKING:
-    from tersekv.calibration.calibrate import Calibrator, Corpus
+    from tersekv.calibration.calibrate import Calibrator
     from tersekv.calibration.calibration import Calibration
     from tersekv.recipe import Recipe
 
@@ -87,10 +87,10 @@ def calibrate(
                 corpus = Corpus.draw(name, read, tokenizer(read, verbose=False)["input_ids"], samples, length, seed)
             others = [one for name, one in profiles.items() if name not in of_heads]
             for one in others:
-                spread = _on(corpus, "measuring attention", partial(profile_on, network, one, corpus))
+                spread = _on(samples, "measuring attention", partial(profile_on, network, one, corpus))
                 files.append(_save_profile(spread, out))
             if storage:
-                bases = _on(corpus, "computing gradients", partial(basis_on, network, corpus, sinks))
+                bases = _on(samples, "computing gradients", partial(basis_on, network, corpus, sinks))
                 files.append(_save_profile(bases, out))
         if fitted:
             run = Calibrator(network, fitted, corpus, sinks, workers or os.cpu_count() or 1)
@@ -147,20 +147,15 @@ def _measure(network: Any, tokenizer: Any, text: str, about: dict[str, Any], pro
     from tersekv.models.fingerprint import architecture, fingerprint
 
     samples, length, seed = (about[name] for name in ("samples", "length", "seed"))
-    with output.step("measuring heads") as step:
-        step.begin("measuring heads", samples, "samples")
-        prompts = answered_prompts(Reader(network, tokenizer), text, samples, length, seed)
-        scores = measure(network, prompts, step.at)
-        step.at(samples, samples)
+    prompts = answered_prompts(Reader(network, tokenizer), text, samples, length, seed)
+    scores = _on(samples, "measuring heads", partial(measure, network, prompts))
     made = Made(recipe=profile, architecture=architecture(network.config), model=fingerprint(network), sinks=0, **about)
     return Calibration(made, {SCORES: scores})
 
 
-def _on(corpus: Corpus, doing: str, measure: Callable[[Callable[[int, int], None]], Calibration]) -> Calibration:
-    """Return what is measured on a corpus, and show the progress."""
-    samples = len(corpus.windows)
-    with output.step(doing) as step:
-        step.begin(doing, samples, "samples")
+def _on(samples: int, doing: str, measure: Callable[..., Any]) -> Any:
+    """Return what is measured on a number of samples, and show the progress."""
+    with output.step(doing, samples, "samples") as step:
         found = measure(step.at)
         step.at(samples, samples)
     return found

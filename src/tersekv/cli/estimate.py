@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any
 
@@ -14,14 +13,13 @@ import typer
 from tersekv.cli import estimate_tables, output
 from tersekv.errors import UserError
 from tersekv.hf.facts import Known, bias_fault, load_known, most_tokens, refusals
-from tersekv.units import LONGEST, parse_tokens
+from tersekv.units import LONGEST, parse_bytes, parse_tokens
 
 GENERATED = 1000
 """Number of tokens generated one by one in the estimate of slack."""
 
 log = logging.getLogger(__name__)
 
-DECIMAL = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 MODEL_HELP = (
     "Model: smollm2, a published model (llama-3.1-8b, qwen3-8b, gemma-3-12b, …; see `tersekv models list`), a folder, "
     "a config.json, a GGUF file, or a Hub id."
@@ -75,7 +73,7 @@ def estimate(
             estimate_tables.show_kvquant(document)
         return
     lengths = [] if context is None else [parse_tokens(part, "--context") for part in context.split(",")]
-    limit = None if memory is None else parse_memory(memory)
+    limit = None if memory is None else parse_bytes(memory, "--memory")
     chunk = 0 if prefill_chunk is None else parse_tokens(prefill_chunk, "--prefill-chunk")
     with output.step("loading torch and transformers"):
         name = DEFAULT_MODEL if model is None else model
@@ -84,24 +82,6 @@ def estimate(
         output.print_json(document)
     else:
         estimate_tables.show(document)
-
-
-def parse_memory(text: str) -> int:
-    """Parse an amount of memory into bytes: 24GB is 24·10⁹, 24GiB is 24·2³⁰. Without a unit it is
-    bytes.
-
-    Raises:
-        UserError: the text is not an amount, or is below 10⁶ without a unit, which is probably
-            missing.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?\s*", text, re.IGNORECASE)
-    if not found or not 0 < float(found[1]) < 1e15 or (text.strip()[-1].isdigit() and float(found[1]) < 1e6):
-        raise UserError(
-            f"--memory {text!r} is not a valid amount of memory: write it like 24GB (10⁹ bytes) or 80GiB (2³⁰ bytes)"
-        )
-    unit = found[2].lower()
-    factor = 1024 ** "kmgt".index(unit) * 1024 if found[3] and unit else DECIMAL[unit]
-    return int(float(found[1]) * factor)
 
 
 def describe(

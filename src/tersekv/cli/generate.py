@@ -216,7 +216,8 @@ def summary(outcomes: Sequence[Outcome], title: str, differs: dict[str, Any] | N
             notes.append("The answers part after one different token, because each goes on from its own text.")
     if any(o.cached_tokens for o in outcomes):
         notes.append("Peak memory counts only what was added after the prompt cache was loaded.")
-    return output.table(title, ("", *(_heading(o.recipe) for o in outcomes)), rows, notes=notes, by_column="cache")
+    columns = ["full cache" if o.recipe == "full" else o.recipe for o in outcomes]
+    return output.table(title, ("", *columns), rows, notes=notes, by_column="cache")
 
 
 def _ratio(ratio: float) -> Cell:
@@ -246,7 +247,3 @@ def say_where_nothing_is_gained(outcomes: Sequence[Outcome], config: Any) -> Non
             sentence = sizes.nothing_gained(outcome.footprint, cache_shape(config), outcome.recipe)
             if sentence:
                 output.show(sentence)
-
-
-def _heading(recipe: str) -> str:
-    return "full cache" if recipe == "full" else recipe

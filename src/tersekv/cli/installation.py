@@ -10,7 +10,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,9 +17,8 @@ from tersekv import __version__
 from tersekv.cli import output
 from tersekv.errors import UserError
 from tersekv.extras import INSTALL_LAB, LAB
-from tersekv.versions import check_transformers
+from tersekv.versions import ABSENT, check_transformers, package_version
 
-ABSENT = "not installed"
 PACKAGES = ("torch", "triton", "transformers", "safetensors", "numpy", "typer", "rich", *LAB)
 # Instruction sets that kernels choose between, as /proc/cpuinfo spells them (x86, then Arm).
 FEATURES = (
@@ -145,14 +143,6 @@ def run_header() -> dict[str, Any]:
 def usable_cores() -> int | None:
     """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-
-
-def package_version(name: str) -> str:
-    """Return the version of a package, or "not installed"."""
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ABSENT
 
 
 def cpu_features() -> tuple[str, list[str]]:

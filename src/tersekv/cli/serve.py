@@ -3,7 +3,6 @@ server with a packed cache."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import os
@@ -137,18 +136,14 @@ def serve(
 def servable(recipe: Recipe) -> Recipe:
     """Return the recipe with a corpus' calibration in place of every prompt's, where the method has it."""
     from tersekv.codecs import methods
-    from tersekv.recipe import Coder, Term
+    from tersekv.recipe import Term
 
     def term(one: Term) -> Term:
         kept = tuple((name, value) for name, value in one.options if (name, value) != ("calibration", "prompt"))
         default = methods()[one.name].parameters.get("calibration")
         return Term(one.name, kept) if default is not None and default.default == "corpus" else one
 
-    def coder(one: Coder) -> Coder:
-        return Coder(term(one.keys), one.values and term(one.values))
-
-    layers = tuple((spec, coder(one)) for spec, one in recipe.layers)
-    return dataclasses.replace(recipe, coder=coder(recipe.coder), layers=layers)
+    return recipe.with_terms(term)
 
 
 def found_in(python: str) -> dict[str, Any]:
@@ -205,12 +200,11 @@ def calibration_file(model: str, recipe: Recipe, given: Path | None, make: bool)
     """Return the calibration of a recipe; None if it needs none. make: make a missing one."""
     from tersekv.recipe import Recipe
 
-    codecs = [codec for coder in (recipe.coder, *(one for _, one in recipe.layers)) for codec in coder.at(0)]
     if given is not None:
         if not given.exists():
             raise UserError(f"--calibration {given} does not exist; make it with `tersekv calibrate --out {given}`")
         return given.resolve()
-    if not any(codec.needs_fit == "corpus" for codec in codecs):
+    if not any(codec.needs_fit == "corpus" for coder in recipe.coders for codec in coder.at(0)):
         return None
     if not make:
         return Path("CALIBRATION")

@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import ProcessGroup
 from transformers import PreTrainedModel
-from transformers.cache_utils import LinearAttentionLayer
 from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.cache.footprint import Footprint
@@ -22,6 +21,7 @@ from tersekv.hf import pickled, saved
 from tersekv.hf.allotment import Allotment
 from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
+from tersekv.hf.layer import compressed_layers
 from tersekv.hf.parallel import spread_over
 from tersekv.hf.progress import Progress
 from tersekv.hf.token_ids import TokenIds, without_padding
@@ -30,7 +30,7 @@ from tersekv.hf.why_not import Use, faults
 from tersekv.models.config import (
     AttentionShape,
     attention_layers,
-    empty_layer,
+    cache_layers,
     inner_model,
     layers_without_own_tokens,
     text_config,
@@ -96,15 +96,14 @@ class CompressedCache(ModelCache):
     def empty(self, config: PreTrainedConfig) -> CompressedCache:
         """Return a cache without tokens that has the same recipe and calibrated codecs, for the
         same model. Both share the tables of RoPE."""
-        ours = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
-        plans = {layer.index: layer.asked or layer.plan for layer in ours}
+        plans = {layer.index: layer.asked or layer.plan for layer in compressed_layers(self)}
         ropes = self.ropes if text_config(config) is self.config else None
         return CompressedCache.of(config, self.recipe, plans, self.context_parallel, ropes)
 
     @property
     def observes(self) -> bool:
         """True if the policy, or a codec that is fitted on the prompt, observes queries."""
-        plans = [layer.plan for layer in self.layers if isinstance(layer, CompressedLayer)]
+        plans = [layer.plan for layer in compressed_layers(self)]
         return any(plan.policy.observes or plan.keys.observes or plan.values.observes for plan in plans)
 
     def _start(
@@ -126,17 +125,10 @@ class CompressedCache(ModelCache):
         use: Use = "transformers" if context_parallel is None else "context_parallel"
         if reasons := faults(plans, self.config, use, self.ropes):
             raise UserError(f"{self.recipe} on {self.config.model_type}: {'; '.join(reasons)}")
-        kinds = attention_layers(self.config)
-        layers: list[Any] = []
-        for index, kind in enumerate(kinds):
-            if kind.type == "attention":
-                layers.append(CompressedLayer(self, index, plans[index], kind.window))
-            else:
-                layers.append(LinearAttentionLayer() if kind.type == "linear" else empty_layer())
-        super().__init__(layers=layers)
+        super().__init__(layers=cache_layers(self.config, lambda i, window: CompressedLayer(self, i, plans[i], window)))
         others = layers_without_own_tokens(self.config)
-        attention = {i: layer for i, layer in enumerate(layers) if isinstance(layer, CompressedLayer)}
-        linear = [i for i, kind in enumerate(kinds) if kind.type == "linear"]
+        attention = {layer.index: layer for layer in compressed_layers(self)}
+        linear = [i for i, kind in enumerate(attention_layers(self.config)) if kind.type == "linear"]
         asked = any(layer.plan.policy.reads_twice for layer in attention.values()) and not linear
         # a second reading doubles the length, and would change the angles of the first one
         self.reads_twice = asked and not self.ropes.vary(attention)
@@ -255,7 +247,7 @@ class CompressedCache(ModelCache):
         recurrent states, whose passes are counted in Python, indexers, and chunked attention, whose masks no
         operator makes."""
         chunked = getattr(self.config, "attention_chunk_size", None) is not None
-        indexed = any(layer.plan.index_dim for layer in self.layers if isinstance(layer, CompressedLayer))
+        indexed = any(layer.plan.index_dim for layer in compressed_layers(self))
         serves = self.context_parallel is None and not self.progress.linear and not chunked and not indexed
         return self.hands_out_handles and serves
 
@@ -266,9 +258,7 @@ class CompressedCache(ModelCache):
     def footprint(self) -> Footprint:
         """Return the bytes by part, summed over all attention layers. Tables shared by layers count
         once."""
-        stores = [
-            layer.store for layer in self.layers if isinstance(layer, CompressedLayer) and layer.store is not None
-        ]
+        stores = [layer.store for layer in compressed_layers(self) if layer.store is not None]
         footprint = Footprint.sum(store.footprint() for store in stores)
         tables = {table.data_ptr(): table for store in stores for table in store.tables()}
         footprint.parts["tables"] = sum(table.numel() * table.element_size() for table in tables.values())

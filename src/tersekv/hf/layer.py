@@ -25,9 +25,10 @@ from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan, written
 from tersekv.sizes.rate_allotment import with_rates
+from tersekv.tensors import type_name
 from tersekv.threads import one_thread
 
-FLOATS = {str(t).removeprefix("torch."): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+FLOATS = {type_name(t): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by their names in files."""
 
 MUCH_MEMORY, MANY_TOKENS = 1 << 23, 128
@@ -222,7 +223,7 @@ class CompressedLayer(CacheLayerMixin):
         B, H = self.store.batch_size, self.store.kv_heads
         common["heads"] = self._place_of_heads(H)
         shapes = [[B, H, 0, side.head_dim] for side in self.store.sides]
-        dtype = str(self.dtype).removeprefix("torch.")
+        dtype = type_name(self.dtype)
         return common | {"shapes": shapes, "dtype": dtype, "store": self.store.live_state()}
 
     def adopt_rates(self, state: Any, place: str) -> None:
@@ -387,3 +388,8 @@ class CompressedLayer(CacheLayerMixin):
         """Move the store back to the device it was on before `offload`."""
         if self.store is not None and self.home is not None:
             self.store.to(self.home)
+
+
+def compressed_layers(cache: ModelCache) -> list[CompressedLayer]:
+    """Return the layers of a cache that hold packed keys and values."""
+    return [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]

@@ -18,7 +18,7 @@ from tersekv.cache.state import split
 from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError
 from tersekv.hf.base import ATTENTION_NAME, ModelCache
-from tersekv.hf.layer import CompressedLayer
+from tersekv.hf.layer import CompressedLayer, compressed_layers
 from tersekv.hf.token_ids import TokenIds
 from tersekv.recipe import Recipe
 from tersekv.tensors import plain
@@ -31,8 +31,8 @@ def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ..
     Raises:
         UserError: the cache is shared by processes (tensor or context parallelism).
     """
-    ours = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    divided = any(layer.store is not None and cache.heads(layer.store.kv_heads) is not None for layer in ours)
+    stores = [layer.store for layer in compressed_layers(cache) if layer.store is not None]
+    divided = any(cache.heads(store.kv_heads) is not None for store in stores)
     if divided or cache.context_parallel is not None:
         raise UserError("a cache that is split among processes cannot be pickled: each holds only a part of it")
     config = copy.copy(cache.config)

@@ -29,7 +29,7 @@ from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError
 from tersekv.hf import stored
 from tersekv.hf.base import ModelCache
-from tersekv.hf.layer import CompressedLayer
+from tersekv.hf.layer import compressed_layers
 from tersekv.models.config import attention_layers, text_config
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
@@ -53,7 +53,7 @@ def save(
     """Write a cache to a file; see `CompressedCache.save`."""
     about, ids = about_cache(cache, ids, model)
     if storage is None:
-        layers = [layer.live_state() for layer in _layers(cache)]
+        layers = [layer.live_state() for layer in compressed_layers(cache)]
         tree, tensors = split({"layers": layers, "tables": _shared_tables(cache), "ids": ids})
         said = {**about, **({} if cache.stored_kl is None else {"kl": cache.stored_kl}), "state": tree}
     else:
@@ -78,7 +78,7 @@ def about_cache(
         raise UserError(f"{cache.config.model_type} has state other than keys and values; such a cache cannot be saved")
     if cache.context_parallel is not None:
         raise UserError("a cache with context_parallel cannot be saved: read the prompt in one process instead")
-    layers = _layers(cache)
+    layers = compressed_layers(cache)
     seen = {layer.get_seq_length() for layer in layers}
     if len(seen) != 1 or seen == {0}:
         raise UserError("the cache is empty or its layers differ in their tokens: fill it before it is saved")
@@ -130,7 +130,7 @@ def load(
         state = joined(said["state"], {name: tensor.to(model.device) for name, tensor in tensors.items()})
         parsed = Recipe.parse(said["recipe"])
         cache = kind.of(model.config, parsed, attention_plans(parsed, model.config))
-        layers = _layers(cache)
+        layers = compressed_layers(cache)
         record({"layers": each(anything, len(layers)), "tables": each(anything), "ids": anything})(state, "")
         _check_ids(said, state["ids"])
     if ids is not None:
@@ -235,14 +235,11 @@ def _checked_ids(ids: Tensor, batch: int, tokens: int) -> Tensor:
     return ids
 
 
-def _layers(cache: ModelCache) -> list[CompressedLayer]:
-    return [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-
-
 def _shared_tables(cache: ModelCache) -> list[Tensor]:
     """Return the tables that codecs derive from their options alone, each table once."""
     dims = cache.shape.key_dim, cache.shape.value_dim
-    codecs = [pair for layer in _layers(cache) for pair in zip((layer.plan.keys, layer.plan.values), dims, strict=True)]
+    plans = [layer.plan for layer in compressed_layers(cache)]
+    codecs = [pair for plan in plans for pair in zip((plan.keys, plan.values), dims, strict=True)]
     tables = [table for codec, dim in codecs for table in replace(codec, fitted={}).tables(dim)]
     return list({table.data_ptr(): table.cpu() for table in tables}.values())
 

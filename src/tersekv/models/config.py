@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import importlib
 import re
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -249,7 +250,14 @@ def _kind(config: PreTrainedConfig, name: str) -> LayerKind:
     )
 
 
-def empty_layer() -> Any:
-    """Return a placeholder for a layer that caches nothing. Releases before 5.17 have no
-    `DummyLayer`; an unused dynamic layer serves there."""
-    return getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer)()
+def cache_layers(config: PreTrainedConfig, of_attention: Callable[[int, int | None], Any]) -> list[Any]:
+    """Return the layers of a cache: of_attention(index, window) for those of attention, transformers' own for others.
+
+    Releases before 5.17 have no `DummyLayer` for layers that cache nothing; an unused dynamic layer serves there.
+    """
+    others: Any = {
+        "linear": cache_utils.LinearAttentionLayer,
+        "dummy": getattr(cache_utils, "DummyLayer", cache_utils.DynamicLayer),
+    }
+    kinds = enumerate(attention_layers(config))
+    return [of_attention(i, kind.window) if kind.type == "attention" else others[kind.type]() for i, kind in kinds]

@@ -24,7 +24,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 
-from tersekv.atomic_write import atomic_write
+from tersekv.atomic_write import atomic_write, lock
 from tersekv.errors import UserError
 from tersekv.extras import require
 from tersekv.models import gguf_file
@@ -188,21 +188,12 @@ def _prefix(folder: Path) -> str:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path, report: Report) -> Iterator[None]:
-    """Hold the lock for downloads, and remove what interrupted ones left. The system releases it
-    when the process ends."""
-    try:
-        import fcntl
-    except ImportError:  # Windows: two pulls at once both work, and the first rename wins
-        yield
-        return
-    with (folder.parent / f".{folder.name}.lock").open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            report("another process is getting this model: waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        for leftover in folder.parent.glob(_prefix(folder) + "*"):
-            shutil.rmtree(leftover, ignore_errors=True)
+    """Hold the lock for downloads, and remove what interrupted ones left. Without locks, two pulls at once both work,
+    and the first rename wins."""
+    with (folder.parent / f".{folder.name}.lock").open("w") as file:
+        if lock(file, lambda: report("another process is getting this model: waiting for it")):
+            for leftover in folder.parent.glob(_prefix(folder) + "*"):
+                shutil.rmtree(leftover, ignore_errors=True)
         yield
 
 

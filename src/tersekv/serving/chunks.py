@@ -95,7 +95,7 @@ class ChunkCoder:
             raise UserError(
                 f"head_dim={self.head_dim} is out of range; give the model's channels per head, e.g. 64 or 128"
             )
-        for coder in (self.recipe.coder, *(coder for _, coder in self.recipe.layers)):
+        for coder in self.recipe.coders:
             for codec in coder.at(0):
                 self._check(codec)
 

@@ -30,6 +30,7 @@ from tersekv.lab.bench.memory import PeakMemory
 from tersekv.lab.evals.decoding import feed
 from tersekv.lab.evals.reader import FULL, Reader
 from tersekv.models.config import longest_context
+from tersekv.tensors import type_name
 
 WARM_UP = 3
 """Number of tokens decoded before timing starts."""
@@ -133,7 +134,7 @@ def run(
         raise UserError(f"execution {execution!r} is not one of: {', '.join(EXECUTIONS)}")
     _check_contexts(model, contexts, new_tokens)
     caches = _caches(model, tokenizer, list(dict.fromkeys([FULL, *names])), calibration)
-    dtype = str(model.dtype).removeprefix("torch.")
+    dtype = type_name(model.dtype)
     done, total = 0, len(prefill_chunks) * len(contexts) * rounds * len(caches)
     for chunk in prefill_chunks:
         for context in contexts:

@@ -137,12 +137,13 @@ def summarise(task: Task, found: Sequence[Record], full: Sequence[Record]) -> Su
         tokens=round(statistics.fmean(r["tokens"] for r in found)),
         bits_per_element=round(statistics.fmean(r["bits_per_element"] for r in found), 4),
         bytes=round(statistics.fmean(r["bytes"] for r in found)),
-        metrics=task.summarise([_metrics(r) for r in found], [_metrics(r) for r in full]),
+        metrics=task.summarise([metrics_of(r) for r in found], [metrics_of(r) for r in full]),
         seconds=round(sum(r["seconds"] for r in found), 3),
     )
 
 
-def _metrics(record: Record) -> dict[str, float]:
+def metrics_of(record: Record) -> dict[str, float]:
+    """Return the metrics of a record, NaN where they were not finite."""
     return {name: math.nan if value is None else value for name, value in record["metrics"].items()}
 
 

@@ -30,6 +30,7 @@ from tersekv.errors import UserError
 from tersekv.hf.compress import compress
 from tersekv.hf.prefill import new_cache
 from tersekv.lab.evals.decoding import loglikelihood
+from tersekv.lab.evals.reader import FULL
 from tersekv.models import loading
 from tersekv.recipe import Recipe
 from tersekv.versions import cache_argument
@@ -44,7 +45,6 @@ except ImportError as error:
         raise SystemExit(f"tersekv: {missing}") from error
     raise ImportError(missing, name=error.name) from error
 
-FULL = "full"
 Request = tuple[Any, list[int], list[int]]
 
 

@@ -28,7 +28,7 @@ def all_options() -> dict[str, tuple[dict[str, str], str]]:
     for name, task in tasks().items():
         said = sentences(task)
         for option, (_, default) in fields(task).items():
-            defaults.setdefault(option, {})[name] = _written(default)
+            defaults.setdefault(option, {})[name] = written(default)
             means.setdefault(option, {}).setdefault(said[option], []).append(name)
     told = {
         option: " ".join(
@@ -75,23 +75,24 @@ def parse(option: str, text: str, kind: Any) -> Any:
     Raises:
         UserError: the text is not valid for the type.
     """
-    written = f"--{option.replace('_', '-')} {text!r}"
+    given = f"--{option.replace('_', '-')} {text!r}"
     if kind is bool:
         if text.lower() not in ("true", "false"):
-            raise UserError(f"{written} is not a valid value; write true or false")
+            raise UserError(f"{given} is not a valid value; write true or false")
         return text.lower() == "true"
     if kind is int:
         found = re.fullmatch(r"(\d{1,18})([km]?)", text, re.IGNORECASE)
         if not found:
-            raise UserError(f"{written} is not a whole number; write one like 2048 or 2k")
+            raise UserError(f"{given} is not a whole number; write one like 2048 or 2k")
         return int(found[1]) * UNITS[found[2].lower()]
     if kind is float:
         try:
             return float(text)
         except ValueError:
-            raise UserError(f"{written} is not a number; write one like 0.5") from None
+            raise UserError(f"{given} is not a number; write one like 0.5") from None
     return text
 
 
-def _written(value: Any) -> str:
+def written(value: Any) -> str:
+    """Return an option's value as the command line takes it."""
     return str(value).lower() if isinstance(value, bool) else str(value)

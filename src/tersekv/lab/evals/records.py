@@ -8,19 +8,19 @@ ones. An incomplete last line, which a killed run may leave, is dropped.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import platform
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from tersekv import __version__
+from tersekv.atomic_write import lock
 from tersekv.errors import UserError
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.tasks.base import Result
+from tersekv.versions import package_version
 
 FILE = "records.jsonl"
 KEY = ("task", "options", "sample", "recipe", "model", "seed")
@@ -63,13 +63,8 @@ def make(asked: Record, result: Result, extras: dict[str, Any], seconds: float) 
 
 def versions() -> dict[str, str]:
     """Return the versions of Python and the packages that can affect results."""
-    found = {"tersekv": __version__, "python": platform.python_version()}
-    for package in ("torch", "transformers"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found
+    packages = {package: package_version(package) for package in ("torch", "transformers")}
+    return {"tersekv": __version__, "python": platform.python_version(), **packages}
 
 
 class Records:
@@ -99,10 +94,15 @@ class Records:
                     f"cannot write records to {self.path}: {error.strerror}; give a folder with --out"
                 ) from error
             try:
-                _lock(self._file, self.path)
+                lock(self._file)
                 lines = _whole_lines(self._file)
                 self._by_key = {key_of(record): record for record in _parsed(lines, self.path)}
                 self._header = runs.last_header(lines)
+            except BlockingIOError as error:
+                self._file.close()
+                raise UserError(
+                    f"another run is writing to {self.path}: wait for it, or give another folder with --out"
+                ) from error
             except BaseException:
                 self._file.close()
                 raise
@@ -162,16 +162,3 @@ def _parsed(lines: Sequence[str], path: Path) -> Iterator[Record]:
                 f"line {number} of {path} is not a record of an evaluation: remove the line or give another folder"
             ) from error
         yield record
-
-
-def _lock(file: BinaryIO, path: Path) -> None:
-    """Lock the file until it is closed. The system releases the lock when the process ends."""
-    with contextlib.suppress(ImportError):  # Windows
-        import fcntl
-
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise UserError(
-                f"another run is writing to {path}: wait for it, or give another folder with --out"
-            ) from error

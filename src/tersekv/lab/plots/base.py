@@ -36,6 +36,12 @@ def model_name(model: str) -> str:
     return Path(model).name if model.startswith((".", "~", "/")) or model.count("/") > 1 else model
 
 
+def short_count(tokens: int) -> str:
+    """Format a number of tokens: 1k is 1,024 and 1M is 1,024²."""
+    size, unit = next(((size, unit) for size, unit in ((1 << 20, "M"), (1 << 10, "k")) if tokens % size == 0), (1, ""))
+    return f"{tokens // size:,}{unit}"
+
+
 class ModelKeys(NamedTuple):
     """A model's keys (after RoPE) and values for one text.
 

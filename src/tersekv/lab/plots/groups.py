@@ -14,6 +14,7 @@ from typing import Any
 
 from tersekv.errors import UserError, hint
 from tersekv.lab.evals.harness import Summary, summarise
+from tersekv.lab.evals.options import written
 from tersekv.lab.evals.reader import FULL
 from tersekv.lab.evals.records import FILE, Record, key_of, of_each_sample, read
 from tersekv.lab.evals.runs import expanded
@@ -114,11 +115,6 @@ def grouped(records: Sequence[Record], task: str | None = None) -> list[Group]:
             same = [record["task"], of_each_sample(record["options"]), record["model"], record["seed"]]
             found.setdefault(json.dumps(same, sort_keys=True), []).append(record)
     return [_group(members) for members in found.values()]
-
-
-def written(value: Any) -> str:
-    """Return an option's value as the command line takes it."""
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def lower_is_better(metric: str) -> bool:

@@ -41,7 +41,7 @@ def short(recipe: str) -> str:
     return "\n".join(broken(recipe, LINE))
 
 
-def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Line], fontsize: float = 7.5) -> None:
+def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Line]) -> None:
     """Write each mark's name near it, with a thin line to distant names.
 
     lines: other segments that names must not cover, x0, y0, x1, y1 in data coordinates. The
@@ -56,7 +56,7 @@ def place(figure: Figure, axes: Axes, marks: Sequence[Mark], lines: Sequence[Lin
     taken += [text.get_window_extent() for text in axes.texts]
     for mark, (x, y) in sorted(zip(marks, points, strict=True), key=lambda pair: (-pair[1][1], pair[1][0])):
         text = axes.text(
-            mark.x, mark.y, mark.name, color=BLACK, fontsize=fontsize, ha="center", va="center", linespacing=1.05,
+            mark.x, mark.y, mark.name, color=BLACK, fontsize=7.5, ha="center", va="center", linespacing=1.05,
             zorder=4, bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.75, "pad": 0.8},
         )  # fmt: skip
         text.set_in_layout(False)

@@ -25,7 +25,6 @@ ORANGE, SKY, GREEN, YELLOW, BLUE, RED, PINK = (
 )
 CATEGORIES = (BLUE, ORANGE, GREEN, PINK, SKY, RED, BLACK, YELLOW)
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
-HEAT = "viridis"
 
 LETTER = 0.089
 """Average width of a letter of a title, in inches."""
@@ -90,6 +89,6 @@ def to_bytes(picture: Picture, form: str) -> bytes:
     return made.getvalue()
 
 
-def colour_map(name: str = HEAT) -> matplotlib.colors.Colormap:
+def colour_map() -> matplotlib.colors.Colormap:
     """Return the colours of heat maps; missing values are light grey."""
-    return matplotlib.colormaps[name].with_extremes(bad=LIGHT)
+    return matplotlib.colormaps["viridis"].with_extremes(bad=LIGHT)

@@ -15,7 +15,6 @@ from tersekv.lab.plots.benchmarks import Benchmark
 
 FIELDS = ("what", "shape", "T", "threads", "median_us")
 ATTEND = Benchmark("bench_attend", "tersekv bench attend", "timing of attention", FIELDS, FIELDS[-1:])
-OURS = "tersekv"
 
 
 @dataclass(frozen=True)

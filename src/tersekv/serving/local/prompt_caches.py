@@ -7,7 +7,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from tersekv.hf.cache import CompressedCache, CompressedLayer
+from tersekv.hf.cache import CompressedCache
+from tersekv.hf.layer import compressed_layers
 from tersekv.hf.token_ids import without_padding
 
 FEWEST = 16
@@ -60,4 +61,4 @@ class PromptCaches:
 
 def _first_prompt(cache: CompressedCache) -> int:
     """Return the number of tokens of the first call, on which codecs are fitted."""
-    return max((layer.first_tokens for layer in cache.layers if isinstance(layer, CompressedLayer)), default=0)
+    return max((layer.first_tokens for layer in compressed_layers(cache)), default=0)

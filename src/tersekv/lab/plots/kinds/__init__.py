@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import pkgutil
 
 from tersekv.extras import require
 from tersekv.lab.plots.base import Plot
-from tersekv.registry import modules
 
-__all__ = ["Plot", "names", "plot", "plots"]
+__all__ = ["Plot", "names", "plot"]
 
 
 def names() -> list[str]:
@@ -29,14 +27,3 @@ def plot(name: str) -> Plot:
     for package in found.needs:
         require(f"plot {name}", package)
     return found
-
-
-@functools.lru_cache(maxsize=1)
-def plots() -> dict[str, Plot]:
-    """Return all kinds in this folder by name, sorted.
-
-    Raises:
-        UserError: matplotlib is not installed.
-    """
-    require("drawing", "matplotlib")
-    return {name: module.PLOT for name, module in modules(__name__, __path__).items()}

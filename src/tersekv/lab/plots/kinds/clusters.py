@@ -19,7 +19,6 @@ import torch
 from numpy.typing import NDArray
 
 from tersekv.errors import UserError
-from tersekv.extras import require
 from tersekv.lab.plots.base import KeyFigures, ModelKeys, Picture, Plot
 from tersekv.lab.plots.style import BLACK, BLUE, LIGHT, RED, YELLOW, heading, new_figure
 from tersekv.policies.subgen import farthest_first
@@ -74,12 +73,7 @@ def reaches(x: Tensor, counts: Sequence[int] = COUNTS) -> list[Reach]:
 
 
 def embedded(x: Tensor) -> Array:
-    """Return the t-SNE of x [T, D] in two dimensions, [T, 2]. It is deterministic.
-
-    Raises:
-        UserError: scikit-learn is not installed.
-    """
-    require("plot clusters", "scikit-learn")
+    """Return the t-SNE of x [T, D] in two dimensions, [T, 2]. It is deterministic."""
     from sklearn.manifold import TSNE
 
     made = TSNE(perplexity=min(PERPLEXITY, (len(x) - 1) / 3), init="pca", random_state=0, n_jobs=1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
 
 from tersekv.errors import UserError
-from tersekv.lab.plots.base import KeyFigures, Picture, Plot
+from tersekv.lab.plots.base import KeyFigures, Picture, Plot, short_count
 from tersekv.lab.plots.streams import StreamStep
 from tersekv.lab.plots.style import CATEGORIES, GREY, MARKERS, heading, new_figure
 from tersekv.recipe import Recipe
@@ -76,17 +76,11 @@ def _panel(axes: Axes, steps: Sequence[StreamStep], field: str, unit: float) -> 
     axes.set_xscale("log", base=4)
     axes.set_yscale("log")
     tokens = sorted({step.tokens for step in steps})
-    axes.set_xticks(tokens, [_tokens(n) for n in tokens])
+    axes.set_xticks(tokens, [short_count(n) for n in tokens])
     axes.xaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:,.0f}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
     axes.grid(True)
-
-
-def _tokens(n: int) -> str:
-    """Format a number of tokens: 1k is 1,024 and 1M is 1,024²."""
-    size, unit = next(((size, unit) for size, unit in ((1 << 20, "M"), (1 << 10, "k")) if n % size == 0), (1, ""))
-    return f"{n // size:,}{unit}"
 
 
 def _table(steps: Sequence[StreamStep]) -> KeyFigures:

@@ -45,7 +45,7 @@ def draw(source: ModelKeys) -> Picture:
     above, below = figure.subfigures(2, 1, squeeze=False, height_ratios=(1, 1.05))[:, 0]
     panels = above.subplots(1, len(source.layers), squeeze=False, sharey=True)[0]
     for axes, layer in zip(panels, source.layers, strict=True):
-        _by_token(above, axes, side_by_side(source.of(layer)), layer)
+        by_token(above, axes, source.of(layer), f"|key|, layer {layer}")
         _mark_heads(axes, heads, D, source.head, MARKS_ABOVE)
     panels[0].set_ylabel("token")
     axes = below.subplots()
@@ -55,9 +55,10 @@ def draw(source: ModelKeys) -> Picture:
     return Picture(figure, _alt(source, rms), [_table(source, rms, D)])
 
 
-def _by_token(figure: SubFigure, axes: Axes, magnitudes: Array, layer: int) -> None:
-    image = axes.imshow(magnitudes, aspect="auto", cmap=colour_map(), interpolation="antialiased", vmin=0)
-    axes.set_title(f"|key|, layer {layer}")
+def by_token(figure: SubFigure, axes: Axes, x: Tensor, title: str) -> None:
+    """Draw |x| of x [H, T, D] by token and channel."""
+    image = axes.imshow(side_by_side(x), aspect="auto", cmap=colour_map(), interpolation="antialiased", vmin=0)
+    axes.set_title(title)
     figure.colorbar(image, ax=axes, pad=0.02)
 
 

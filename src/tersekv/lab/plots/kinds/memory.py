@@ -12,7 +12,6 @@ from tersekv.cache.footprint import PARTS
 from tersekv.errors import UserError
 from tersekv.lab.plots.base import KeyFigures, Picture, Plot
 from tersekv.lab.plots.held import Held
-from tersekv.lab.plots.labels import short
 from tersekv.lab.plots.style import BLUE, GREEN, GREY, ORANGE, PINK, RED, SKY, YELLOW, heading, new_figure
 
 COLOURS = dict(zip(PARTS, (BLUE, SKY, PINK, GREEN, ORANGE, GREY), strict=False))
@@ -45,7 +44,7 @@ def draw(source: Sequence[Held]) -> Picture:
     for row, (held, end) in enumerate(zip(packed, left, strict=True)):
         said = f"{end:.3g} {unit}, {held.bits:.2f} bits"
         axes.annotate(said, (end, row), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8)
-    axes.set_yticks(range(len(packed)), [short(held.recipe).replace("\n", "") for held in packed])
+    axes.set_yticks(range(len(packed)), [held.recipe for held in packed])
     axes.invert_yaxis()
     axes.set_xlim(0, max(left) * 1.22)
     axes.set_xlabel(f"bytes held ({unit})")

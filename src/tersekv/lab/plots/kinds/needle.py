@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from tersekv.errors import UserError
 from tersekv.lab.evals.records import Record
-from tersekv.lab.plots.base import KeyFigures, Picture, Plot, model_name
+from tersekv.lab.plots.base import KeyFigures, Picture, Plot, model_name, short_count
 from tersekv.lab.plots.groups import Group, grouped
 from tersekv.lab.plots.labels import short
 from tersekv.lab.plots.style import colour_map, heading, new_figure
@@ -115,7 +115,7 @@ def draw(records: Sequence[Record], metric: str | None = None, task: str | None 
 def _panel(axes: Axes, made: Map, lengths: Sequence[int], depths: Sequence[int]) -> AxesImage:
     image = axes.imshow(made.cells, aspect="auto", cmap=colour_map(), vmin=0, vmax=1)
     axes.set_title(f"{short(made.recipe)}\n{made.bits:.2f} bits, mean {made.mean:.2f}", fontsize=8.5)
-    axes.set_xticks(range(len(lengths)), [_tokens(n) for n in lengths], rotation=45 if len(lengths) > 5 else 0)
+    axes.set_xticks(range(len(lengths)), [short_count(n) for n in lengths], rotation=45 if len(lengths) > 5 else 0)
     axes.set_yticks(range(len(depths)), [str(d) for d in depths])
     axes.tick_params(length=0)
     if made.cells.size <= MOST_NUMBERS:
@@ -147,10 +147,6 @@ def _cell(record: Record) -> tuple[int, int]:
 
 def _binned(depths: list[int]) -> list[int]:
     return depths if len(depths) <= MOST_DEPTHS else list(range(0, 101, 10))
-
-
-def _tokens(length: int) -> str:
-    return f"{length // 1024}k" if length % 1024 == 0 else f"{length:,}"
 
 
 def _mean(cells: NDArray[np.float64]) -> str:

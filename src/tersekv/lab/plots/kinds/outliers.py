@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tersekv.lab.plots.base import KeyFigures, ModelKeys, Picture, Plot
-from tersekv.lab.plots.kinds.magnitudes import channel_rms, side_by_side
-from tersekv.lab.plots.style import CATEGORIES, colour_map, heading, new_figure
+from tersekv.lab.plots.kinds.magnitudes import by_token, channel_rms
+from tersekv.lab.plots.style import CATEGORIES, heading, new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,11 +49,7 @@ def draw(source: ModelKeys) -> Picture:
     panels = above.subplots(len(layers), len(kinds), squeeze=False, sharey=True)
     for row, layer in zip(panels, layers, strict=True):
         for axes, (name, of) in zip(row, kinds.items(), strict=True):
-            image = axes.imshow(
-                side_by_side(of(layer)), aspect="auto", cmap=colour_map(), interpolation="antialiased", vmin=0
-            )
-            axes.set_title(f"|{name}|, layer {layer}")
-            above.colorbar(image, ax=axes, pad=0.02)
+            by_token(above, axes, of(layer), f"|{name}|, layer {layer}")
         row[0].set_ylabel("token")
     for axes in panels[-1]:
         axes.set_xlabel("channel, all heads")
