@@ -39,10 +39,14 @@ def test_wide_heads_many_rows_and_rope_take_fewer_tokens(tuning):
     assert tokens_of(keys=((3, 4),), channels=64) == 64
 
 
-def test_unknown_gpus_use_the_smallest_program_except_for_grids(tuning):
+def test_unknown_gpus_use_the_smallest_program_except_for_grids_and_single_elements(tuning):
+    from tersekv.kernels.triton.leaves import POLAR, SIGNS
+
     for name in ("sm_80", "sm_89", "sm_100", "gfx942"):
-        for change in ({"has_rope": True}, {"rows": 32}, {"values": ((3, 4),)}):
+        for change in ({"has_rope": True}, {"rows": 32}, {"values": ((SIGNS.value, 4),)}):
             assert tuning.chosen(key(tuning, architecture=name, **change)) == tuning.LEAST
+        polar = tuning.chosen(key(tuning, architecture=name, values=((POLAR.value, 4),)))
+        assert polar == (tuning.LEAST if name == "gfx942" else tuning.Shape(2, 4, 1))
         grids = tuning.chosen(key(tuning, architecture=name))
         assert grids == (tuning.LEAST if name == "gfx942" else tuning.chosen(key(tuning)))
     assert tuning.chosen(key(tuning, architecture="")) == tuning.chosen(key(tuning))
