@@ -57,7 +57,8 @@ def page() -> Page:
         "GPU",
         "The first run of Triton's kernels on a GPU, an H100, beside torch's flash attention, and whole steps.",
         f"{device}, random data and weights. **These times are of kernels that were changed because of them.** Grids "
-        "now go to the tensor cores without passing through shared memory, a rotated mean is rotated once per tile, "
+        "now go to the tensor cores without passing through shared memory, entries of tables are loaded where their "
+        "places are, a rotated mean is rotated once per tile, "
         "packing a block of trellis codes takes a tenth of the launches, and prompts are packed in larger parts. "
         "The new kernels agree with torch on the same GPU, as far as its time went, and were not timed. `tersekv bench "
         "attend --device cuda --formats all` measures yours in minutes, and `python benchmarks/launch_sizes.py` finds "

@@ -33,21 +33,31 @@ def prompt_caches() -> str:
 
 def storage_files() -> str:
     """Return the table of storage files beside others: bytes, and divergence over windows."""
-    groups: dict[tuple[str, int, str], list[dict]] = {}
+    groups: dict[tuple[str, int, str, str], list[dict]] = {}
     for row in rows("storage.jsonl"):
         if "task" in row:
             continue
-        groups.setdefault((model(row), row["tokens"], row["cache"]), []).append(row)
+        groups.setdefault((model(row), row["tokens"], row["cache"], row.get("bases", "")), []).append(row)
     lines = []
-    for (name, tokens, held), found in groups.items():
+    for (name, tokens, held, bases), found in groups.items():
         ratio = sum(row["bf16_bytes"] for row in found) / sum(row["file_bytes"] for row in found)
-        kind = {"calibration": ", calibrated", "prompt": "", "layer": ", layer by layer"}.get(found[0].get("bases"), "")
+        kind = {"calibration": ", calibrated", "prompt": "", "layer": ", layer by layer"}.get(bases, "")
         shown = held if held.startswith(("storage", "bfloat16")) else cache(held)
         size = f"{sum(row['file_bytes'] for row in found) / len(found) / 1e6:.2f}"
         kl = "0" if held.startswith("bfloat16") else estimate(Estimate.of([row["kl"] for row in found]))
         lines.append((name, f"{tokens:,}", f"{shown}{kind}", size, f"{ratio:.2f}", kl, len(found)))
     columns = ("model", "tokens", "file", "MB", "smaller than bfloat16", "KL divergence", "windows")
     return markdown(columns, lines)
+
+
+def storage_passkeys() -> str:
+    """Return the table of passkeys that were found after loading."""
+    found: dict[tuple[str, str, str], list[float]] = {}
+    for row in rows("storage.jsonl"):
+        if row.get("task") == "passkey":
+            found.setdefault((model(row), f"{row['tokens']:,}", row["cache"]), []).append(row["accuracy"])
+    lines = [(*about, f"{sum(right):.0f} of {len(right)}") for about, right in found.items()]
+    return markdown(("model", "tokens", "file", "found"), lines)
 
 
 def storage_times() -> str:
@@ -129,12 +139,18 @@ def page() -> Page:
                 "Files of a prompt, and the divergence of the next 256 tokens after loading: wikitext-2's test text, "
                 "float32, 128 tokens at a time. `storage 1` has 1 bit per number and is loaded into exact tokens, "
                 "`storage 1>default` into `default`. Calibrated on 65,536 tokens (Gemma: 16,384) of wikitext-2's "
-                "training text and C4; Qwen was not calibrated. \"By bytes\" has all low bytes before all high ones. "
+                "training text and C4, but where a row says \"layer by layer\". \"By bytes\" has all low bytes before all high ones. "
                 "CacheGen (arXiv 2310.07240) publishes files 3.5 to 4.3 times smaller, and "
                 "KVTC (ICLR 2026) up to 20 times.",
                 storage_files(), ["storage.jsonl"],
                 "tersekv calibrate --storage --text FILE --samples 64 --length 1024 --dtype bfloat16\n"
                 "python benchmarks/storage.py --text FILE --model smollm2 --out FILE",
+            ),
+            Section(
+                "Storage files: passkeys",
+                "A passkey in a text, which is stored and loaded before the question is read.",
+                storage_passkeys(), ["storage.jsonl"],
+                "python benchmarks/storage.py --text FILE --passkeys 20 --prefix 4000 --out FILE",
             ),
             Section(
                 "Storage files: time and memory",
