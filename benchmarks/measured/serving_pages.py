@@ -139,9 +139,9 @@ def page() -> Page:
                 "Files of a prompt, and the divergence of the next 256 tokens after loading: wikitext-2's test text, "
                 "float32, 128 tokens at a time. `storage 1` has 1 bit per number and is loaded into exact tokens, "
                 "`storage 1>default` into `default`. Calibrated on 65,536 tokens (Gemma: 16,384) of wikitext-2's "
-                "training text and C4, but where a row says \"layer by layer\". \"By bytes\" has all low bytes before all "
-                "high ones. CacheGen (arXiv 2310.07240) publishes files 3.5 to 4.3 times smaller, and "
-                "KVTC (ICLR 2026) up to 20 times.",
+                "training text and C4, but where a row says “layer by layer”. “By bytes” has all low bytes before all "
+                "high ones. CacheGen (arXiv 2310.07240) publishes files 3.5 to 4.3 times smaller, and KVTC (ICLR 2026) "
+                "up to 20 times.",
                 storage_files(), ["storage.jsonl"],
                 "tersekv calibrate --storage --text FILE --samples 64 --length 1024 --dtype bfloat16\n"
                 "python benchmarks/storage.py --text FILE --model smollm2 --out FILE",
