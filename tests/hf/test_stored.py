@@ -35,6 +35,7 @@ from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache
 from tersekv.hf.stored import StoredFile
 from tersekv.models.fingerprint import fingerprint
+from tersekv.storage import codec
 
 TOKENS = 600
 MODELS = ("llama", "gemma3")  # full attention, and sliding windows beside it
@@ -122,6 +123,17 @@ def test_pieces_follow_each_other(stored, monkeypatch):
     for one, other in zip(whole, tokens_of(pieces), strict=True):
         for a, b in zip(one, other, strict=True):
             torch.testing.assert_close(a, b, atol=2e-2, rtol=0)
+
+
+def test_policies_that_need_queries_are_refused(stored):
+    model, _, path = stored
+    with pytest.raises(UserError, match="chooses by the prompt's queries"):
+        CompressedCache.load(path, model, recipe="snapkv:budget=64+exact")
+
+
+def test_codes_of_all_sixteen_bits_are_counted():
+    codes = torch.tensor([[-20000, 20000, 0, 0]], dtype=torch.int16)
+    assert codec._bits(codes) == pytest.approx(6.0)
 
 
 def test_a_short_prompt_is_exact(llama, tmp_path):

@@ -117,6 +117,11 @@ def load(
             check_prompt(path, tensors.get("ids"), ids, decode)
         cache = kind(model, recipe or "default", calibration)  # type: ignore[arg-type]  # that of CompressedCache
         cache.bind_model(model)
+        if any(layer.plan.policy.observes for layer in compressed_layers(cache)):
+            raise UserError(
+                f"{path} cannot be loaded into {cache.recipe}: its token policy chooses by the prompt's queries, which "
+                "a storage file does not hold; take a recipe without this policy"
+            )
         with _named(path):
             _check_ids(said, tensors.get("ids"))
             stored.fill(cache, said, tensors, model.device)

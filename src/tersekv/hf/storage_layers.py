@@ -50,6 +50,10 @@ class Layers:
             found = self._angles[id(rope), first, n] = rotary.angles(first, n, torch.device("cpu")).cos_sin()
         return found
 
+    def forget_angles(self) -> None:
+        """Free the angles of tokens that have been read."""
+        self._angles.clear()
+
     def held(self, index: int) -> dict[Side, Tensor]:
         """Return keys and values [1, H, n, D] of the tokens that a layer holds."""
         layer = self.layer(index)

@@ -42,7 +42,8 @@ OWN = {"prompt": OWN_NUMBERS, "layer": 1}
 """Most numbers of a group, if the bases are fitted on the prompt, or on the prompt layer by layer."""
 
 PIECE = 9
-"""Pages that are read at once, at most. Layers are filled piece by piece, so memory does not grow with the file."""
+"""Pages that are read at once, at most. Layers are filled piece by piece, so that memory does not grow with the file,
+but for the zeros before a sliding window. Codecs of the prompt are fitted on the first piece."""
 
 PARTS = "pages", "recent"
 """Parts of a group's pages that have tables of their own: all pages but the last one, and that one."""
@@ -280,15 +281,14 @@ class StoredFile:
         """
         for group, (indices, span) in enumerate(zip(self.layers.groups, self.layers.spans, strict=True)):
             exact, numbers = {side: self._exact(group, side) for side in SIDES}, list(span.pages)
-            count = -(-len(numbers) // PIECE) or 1
-            for n in range(count):
-                piece = numbers[n * len(numbers) // count : (n + 1) * len(numbers) // count]
-                found = {side: self._components(group, side, piece) for side in SIDES}
+            for n in range(0, max(1, len(numbers)), PIECE):
+                found = {side: self._components(group, side, numbers[n : n + PIECE]) for side in SIDES}
                 for place, index in enumerate(indices):
                     first = {side: None if n else exact[side][place] for side in SIDES}
                     keys, values = (self._tokens(group, place, side, first[side], found[side]) for side in SIDES)
                     yield index, keys, values
                     del keys, values  # before those of the next layer
+                self.layers.forget_angles()
 
     def page(self, number: int) -> dict[int, tuple[Tensor, Tensor]]:
         """Return keys and values [1, H, n, D] of a page's tokens, by layer. No other page is read."""

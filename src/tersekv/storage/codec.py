@@ -153,7 +153,7 @@ def _bits(codes: Tensor) -> float:
     low, high = (int(end) for end in codes.aminmax())
     width = high - low + 1
     counts = torch.bincount(
-        ((codes - low).long() + bands[:, None] * width).flatten(), minlength=int(bands[-1] + 1) * width
+        (codes.long() - low + bands[:, None] * width).flatten(), minlength=int(bands[-1] + 1) * width
     )
     counts = counts.view(-1, width).double()
     p = counts / counts.sum(1, keepdim=True)
