@@ -6,7 +6,6 @@ Attention over many pages equals attention over one.
 
 from __future__ import annotations
 
-import functools
 import random
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import test_store
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.footprint import Footprint
@@ -27,11 +25,18 @@ from tersekv.layouts.base import PackedTensors
 from tersekv.recipe import Recipe
 from tersekv.sizes.cache_size import CacheShape
 from tersekv.sizes.estimate import predict
-from test_store import store
 
 RECIPES = ["kivi:bits=2", "kvquant:bits=3,table=int,calibration=prompt", "polarquant"]
-tokens = functools.partial(test_store.tokens, H=1, D=32)
 UNEQUAL_BLOCKS = "uniform:bits=6,axis=channel,group=128/int4:group=32"
+
+
+def tokens(T: int, B: int = 1, H: int = 1, D: int = 32, seed: int = 0) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(B, H, T, D, generator=generator), torch.randn(B, H, T, D, generator=generator)
+
+
+def store(recipe: str, keys: Tensor, values: Tensor, window: int | None = None) -> LayerStore:
+    return LayerStore(Recipe.parse(recipe).plan(0, 1), keys, values, window)
 
 
 class WrittenBytes(TorchDispatchMode):
