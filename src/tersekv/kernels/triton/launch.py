@@ -103,7 +103,7 @@ def _launch(query: Tensor, groups: Sequence[Group], *call: Any) -> tuple[Tensor,
     A kernel that does not fit the GPU is compiled again in smaller sizes.
 
     Raises:
-        NotTaken: it does not fit in the smallest one either.
+        NotTaken: the kernel does not fit the GPU in its smallest size.
     """
     while True:
         try:

@@ -37,8 +37,8 @@ GATHER: tl.constexpr = tl.constexpr(
     "prmt.b32 p, $1, $2, 0x7632; shr.u32 p, p, $4; lop3.b32 p, p, 510, $6, 0xEA; "
     "cvt.u64.u32 a, p; add.u64 a, a, $8; ld.global.nc.b16 h, [a]; mov.b32 $0, {l, h}; }"
 )
-"""PTX that loads the entries of two tokens. Twice a window is its place in bytes. A load by `tl.load` would move its
-addresses through shared memory to a layout of the compiler's choice, and the entries back."""
+"""PTX that loads the entries of two tokens from a table of float16, see `tiles.py`. Twice a window is its place in
+bytes."""
 UNIT_GAIN: tl.constexpr = tl.constexpr(144)
 GAIN_STEPS: tl.constexpr = tl.constexpr(16)
 
