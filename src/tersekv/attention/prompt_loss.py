@@ -90,27 +90,23 @@ def observed_loss(keys: Tensor, values: Tensor, call: AttentionCall, coded: Tens
     keys, values, q = keys.float(), values.float(), call.query.shape[2]
     past = keys.shape[2] - q
     at = torch.linspace(q // 2, q - 1, min(QUERIES, q - q // 2), device=keys.device).long()
-    # columns v, |v|² and 1, so that one product with p² gives all sums over tokens
-    sums = torch.cat([values, values.square().sum(-1, keepdim=True), torch.ones_like(values[..., :1])], dim=-1)
-    sums = sums * coded[:, None, :, None]
-    by_token = torch.zeros_like(sums)
+    lengths, counts = values.square().sum(-1).unsqueeze(2), coded[:, None, None]
+    of_keys, of_values = torch.zeros_like(lengths[:, :, 0]), torch.zeros_like(lengths[:, :, 0])
     metric = torch.zeros_like(keys[:, :, 0])
     for tile in at.split(max(TILE, MOST_WEIGHTS // (call.query[:, :, 0, 0].numel() * keys.shape[2]))):
         query = grouped(call.query[:, :, tile], keys.shape[1])
         p = _weights(query, keys, call, tile, past)
         query = query.flatten(2, 3)
         out = torch.matmul(p, values)
-        squared = p.square_()
-        # |v − o|² = |v|² − 2·v·o + |o|², first summed over tokens, then over queries
-        far, length = torch.matmul(squared, sums), out.square().sum(-1, keepdim=True)
-        loss = far[..., -2] - 2 * (far[..., :-2] * out).sum(-1) + length[..., 0] * far[..., -1]
-        metric += (loss.clamp_min(0).unsqueeze(-1) * query.square()).sum(2)
-        columns = torch.cat([out, length, torch.ones_like(length)], dim=-1)
-        by_token += torch.matmul(squared.transpose(-1, -2), columns)
-    value_weights = by_token[..., -1] * sums[..., -1]
-    key_weights = by_token[..., -1] * sums[..., -2] - 2 * (by_token[..., :-2] * sums[..., :-2]).sum(-1)
-    key_weights += by_token[..., -2] * sums[..., -1]
-    return TokenLoss(key_weights.clamp_min(0), call.scaling**2 * metric), TokenLoss(value_weights)
+        # |v − o|² = |v|² − 2·v·o + |o|²
+        far = torch.add(lengths, torch.matmul(out, values.transpose(-1, -2)), alpha=-2)
+        far += out.square().sum(-1, keepdim=True)
+        squared = p.square_().mul_(counts)
+        of_values += squared.sum(2)
+        lost = squared.mul_(far.clamp_(min=0))
+        of_keys += lost.sum(2)
+        metric += (lost.sum(-1, keepdim=True) * query.square()).sum(2)
+    return TokenLoss(of_keys, call.scaling**2 * metric), TokenLoss(of_values)
 
 
 def _coded(store: Store, call: AttentionCall, tokens: int) -> Tensor:
