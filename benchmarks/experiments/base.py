@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from recorded import record
+from recorded import median_of, record
 from tersekv import cli
 from tersekv.calibration.find import place, profile_place
 from tersekv.calibration.needs import needs_corpus, needs_profile, profile_of
@@ -105,7 +105,7 @@ class Result:
 
     stderr: standard error, None for one sample. bits, bytes: of the cache, everything counted. wanted:
     number of samples of the full experiment. values: of each sample, in the same order for all rows of a column; of
-    perplexities and their ratios the logarithm of the perplexity.
+    times and of perplexities and their ratios the logarithm.
     """
 
     row: str
@@ -119,6 +119,12 @@ class Result:
     bytes: int | None = None
     recipe: str = ""
     values: tuple[float, ...] = ()
+
+    @staticmethod
+    def of_times(row: str, column: str, metric: str, taken: Sequence[float], **more: Any) -> Result:
+        """Return the median of times, one per round in which all rows take turns. more: further fields."""
+        n, logarithms = len(taken), tuple(round(math.log(x), 5) for x in taken)
+        return Result(row, column, metric, median_of(taken), None, n, n, values=logarithms, **more)
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,8 @@ SHARE = 0.01
 SHAPES = {"LLaMA-7B": (4096, 4096, 4096), "SmolLM2": (576, 576, 192)}
 """Hidden size, and channels of queries and of keys (or values) of one layer."""
 THREADS = ("1", "2")
-REPEATS = 300
+REPEATS, ROUND = 300, 30
+"""Calls of each row, and those whose median is one value."""
 SAMPLES, LENGTH = 16, 2048
 LAYER, PIECE = (32, 32, 128), 4096
 """Query heads, key-value heads and head dim of LLaMA-7B, and tokens that are appended at a time."""
@@ -60,15 +61,11 @@ def thresholds(setting: Setting) -> list[Result]:
             torch.set_num_threads(int(count))
             for name, shape in SHAPES.items():
                 times = in_turns(_of_one_token(*shape), setting.samples or REPEATS, warm_up=3)
-                found += [
-                    Result(
-                        f"{name}, {row}",
-                        f"{count} thread{'s' * (count != '1')}",
-                        "microseconds",
-                        1e6 * median_of(seconds),
-                    )
-                    for row, seconds in times.items()
-                ]
+                for row, seconds in times.items():
+                    parts = (seconds[i : i + ROUND] for i in range(0, len(seconds), ROUND))
+                    rounds = [1e6 * median_of(part) for part in parts]
+                    threads_said = f"{count} thread{'s' * (count != '1')}"
+                    found.append(Result.of_times(f"{name}, {row}", threads_said, "microseconds", rounds))
     finally:
         torch.set_num_threads(threads)
     return found

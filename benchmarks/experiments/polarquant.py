@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from experiments.base import MEASURED_DEFAULT, Experiment, Measured, Questions, Result, Setting
-from recorded import median_of
 from tersekv.lab.bench import generate
 from tersekv.recipe import Recipe
 
@@ -54,8 +53,8 @@ def times(setting: Setting) -> list[Result]:
         label = names.get(one.cache, "full cache")
         seconds = [step * new_tokens / 1e3 for step in one.step_ms]
         for column, values in (("prefill, s", one.prefill_seconds), ("generation, s", seconds)):
-            mean, bits = median_of(values), one.bits_per_element
-            found.append(Result(label, column, "seconds", mean, None, rounds, rounds, bits, one.bytes, one.cache))
+            held = {"bits": one.bits_per_element, "bytes": one.bytes, "recipe": one.cache}
+            found.append(Result.of_times(label, column, "seconds", values, **held))
     return found
 
 

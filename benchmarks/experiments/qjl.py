@@ -13,7 +13,6 @@ from transformers.cache_utils import DynamicLayer
 
 from experiments.base import MEASURED_DEFAULT, Experiment, Measured, OutOfTimeError, Questions, Result, Setting
 from layer_step import EXACT, step
-from recorded import median_of
 from tersekv.cache.layer import LayerStore
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.transforms.rope import standard_rope
@@ -32,7 +31,7 @@ SHAPES = {"SmolLM2 (9/3/64)": (9, 3, 64), "8B (32/8/128)": (32, 8, 128)}
 """Query heads, key-value heads and head dim of the timed layers."""
 TIMED = {
     EXACT: EXACT,
-    "exact, our kernels": "exact",
+    "exact, our kernels": "exact:dtype=bf16",
     "QJL": f"{LATEST}qjl",
     "KIVI, 2 bits": f"{LATEST}kivi:bits=2",
     "KVQuant, 4 bits, 1 %": "window:sinks=1,recent=0,start=0+kvquant:bits=4",
@@ -86,7 +85,7 @@ def layer_times(setting: Setting) -> list[Result]:
             plans: dict[str, LayerPlan | None] = {}
             for label, recipe in TIMED.items():
                 _, keys, values = prompt(shape, CALIBRATION_TOKENS, setting.dtype)
-                plans[label] = None if recipe == EXACT else plan_of(recipe, keys, values)
+                plans[label] = None if label == EXACT else plan_of(recipe, keys, values)
             one_length(plans, shape, WARM_UP_TOKENS, setting.dtype, 1, 1)
             for text, tokens in lengths:
                 try:
@@ -102,8 +101,8 @@ def layer_times(setting: Setting) -> list[Result]:
                     for metric, taken in (("read the prompt", encode), ("decode a token", decode)):
                         threads = torch.get_num_threads()
                         what = f"ms to {metric}, one layer, {name}, {threads} thread{'s' * (threads > 1)}"
-                        mean, recipe = median_of(taken), TIMED[label]
-                        found.append(Result(label, text, what, mean, None, rounds, rounds, bits, held, recipe))
+                        of_cache = {"bits": bits, "bytes": held, "recipe": TIMED[label]}
+                        found.append(Result.of_times(label, text, what, taken, **of_cache))
     return found
 
 

@@ -39,6 +39,7 @@ class Claim:
     - columns: of the experiment; those that a model was not run with are left out. other: columns of the second row,
       if they differ.
     - more: the same claim in other records, for models that these lack.
+    - of_layer: times of one layer of random numbers, which no other model changes, so that one line decides.
     """
 
     paper: str
@@ -52,6 +53,7 @@ class Claim:
     margin: float = 0.0
     other: tuple[str, ...] = ()
     more: tuple[Claim, ...] = ()
+    of_layer: bool = False
 
 
 @dataclass(frozen=True)
@@ -192,10 +194,10 @@ def _error(line: dict[str, Any], relative: bool) -> float:
     return line["stderr"] / line["mean"] if relative else line["stderr"]
 
 
-def verdict(found: Sequence[Difference]) -> str:
-    """Return "agrees" or "differs" if at least two models say so, "cannot say" otherwise."""
+def verdict(found: Sequence[Difference], enough: int = ENOUGH_MODELS) -> str:
+    """Return "agrees" or "differs" if at least so many models say so, "cannot say" otherwise."""
     for said, holds in (("agrees", True), ("differs", False)):
-        if sum(one.holds is holds for one in found) >= ENOUGH_MODELS:
+        if sum(one.holds is holds for one in found) >= enough:
             return said
     return "cannot say"
 
@@ -205,13 +207,14 @@ def line(claim: Claim) -> list[str]:
     found = differences(claim)
     if not found:
         return [claim.where, claim.says, "not run", "–", "–", "–", "cannot say"]
-    names = [MODELS.get(one.model, one.model) for one in found]
+    names = ["one layer" if claim.of_layer else MODELS.get(one.model, one.model) for one in found]
+    said = verdict(found, 1 if claim.of_layer else ENOUGH_MODELS)
     words = {True: "holds", False: "fails", None: "open"}
     models = "; ".join(f"{name}: {words[one.holds]}" for name, one in zip(names, found, strict=True))
     cells = [
         "; ".join(cell(one) for one in found) for cell in (lambda one: f"{one.n}", _difference, lambda one: _p(one.p))
     ]
-    return [claim.where, claim.says, models, *cells, f"**{verdict(found)}**"]
+    return [claim.where, claim.says, models, *cells, f"**{said}**"]
 
 
 def _difference(one: Difference) -> str:
