@@ -199,7 +199,7 @@ def kvquant_page() -> Page:
         "SmolLM2-135M, columns with 4 and 2 bits, and Tables 13, 21 and those after them, are from before two "
         "changes: k-means started at random, and outliers of values were rounded "
         "up to 2 of 192 values (1.04 % instead of 1 %). The other models were read in 16 windows of 512 tokens and "
-        "calibrated on 4 samples of 512, which is a smaller test than the paper's.",
+        "calibrated on 4 samples of 512 where a table says so, which is a smaller test than the paper's.",
         (Section("Agreement", f"{HOW} Claims are at 3 bits unless they say otherwise.", verdicts_of(PERPLEXITIES),
                  ["papers/kvquant.jsonl"]), *experiments("kvquant", "kvquant", said)),
     )  # fmt: skip
