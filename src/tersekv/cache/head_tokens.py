@@ -174,15 +174,19 @@ class HeadTokens(Stateful, ABC):
         """Return sampled tokens, see `Store`."""
         return []
 
-    def angles(self, positions: Tensor, rows: Tensor | None = None) -> Angles | None:
+    def angles(self, positions: Tensor, ends: Tensor | None = None) -> Angles | None:
         """Return the RoPE angles of keys at positions [B, H, n], if they are coded before RoPE.
 
-        rows: int64 [n], batch rows of positions [1, 1, n].
+        ends: of positions [1, 1, n] of one head after the other, see `PackedPages`.
         """
-        first: Tensor | int = 0
-        if self.padding is not None:
-            first = self.padding[:, None, None] if rows is None else self.padding[rows]
-        return None if self.rope is None else self.rope.angles_at((positions - first).clamp(min=0))
+        if self.rope is None:
+            return None
+        if self.padding is not None and ends is not None:
+            rows = ends[:, -1].diff(prepend=ends.new_zeros(1))
+            positions = positions - torch.repeat_interleave(self.padding, rows)
+        elif self.padding is not None:
+            positions = positions - self.padding[:, None, None]
+        return self.rope.angles_at(positions.clamp(min=0))
 
     def observed(self, queries: int) -> int:
         """Return how many of the latest `queries` queries the policy observes now."""

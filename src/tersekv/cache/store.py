@@ -240,11 +240,10 @@ class Store(Stateful):
     def _ragged(self, rate: int) -> Iterator[PackedSegment]:
         tier, first = self.tiers[rate], 0
         for number, count in enumerate(tier.slots.counts):
-            ends = (count.flatten().cumsum(0) * tier.block).view_as(count)
-            tokens = int(ends[-1, -1])
+            ends = count.flatten().cumsum(0).mul_(tier.block).view_as(count)
+            tokens = tier.keys.packed.pages[number].tokens
             at = tier.slots.held[POSITIONS][first : first + tokens]
-            rows = torch.repeat_interleave(torch.arange(len(count), device=at.device), count.sum(1) * tier.block)
-            keys, values = tier.page_views(number, self.chosen[0].angles(at.view(1, 1, -1), rows))
+            keys, values = tier.page_views(number, self.chosen[0].angles(at.view(1, 1, -1), ends))
             yield PackedSegment(keys, values, at, tokens, tier.keys.correction, ends)
             first += tokens
 
