@@ -2,14 +2,16 @@
 
     python benchmarks/layer_step.py [--out benchmarks/records/layer_step.jsonl] [--recipes default qjl]
         [--dtype bfloat16] [--threads 1] [--rounds 9] [--tokens 1024 8192]
-    python benchmarks/layer_step.py --mixed [--out benchmarks/records/mixed_step.jsonl]
+    python benchmarks/layer_step.py --compare mixed [--out benchmarks/records/mixed_step.jsonl]
+    python benchmarks/layer_step.py --compare heads [--out benchmarks/records/heads_step.jsonl]
 
 Times are medians in microseconds over rounds in which the caches take turns. "exact" is
 transformers' DynamicLayer with scaled_dot_product_attention. Calls are counted per layer in a model
 of 4 layers after 600 tokens: Python calls in files of tersekv, and calls of its extension.
 
-`--mixed` compares the policy `mixed` with equal rates instead, of the same mean bits where the method
-has them.
+`--compare mixed` compares the policy `mixed` with equal rates instead, of the same mean bits where the
+method has them. `--compare heads` compares heads that keep different numbers of tokens with heads that
+keep their mean.
 """
 
 from __future__ import annotations
@@ -52,10 +54,21 @@ MIXED = (
 )  # fmt: skip
 """Equal rates, and two rates with a mean of 2.5 bits."""
 
+HEADS = tuple(
+    (f"snapkv:budget=0.25+{codec}", f"headkv:budget=0.25,beta=1+{codec}")
+    for codec in ("trellis:bits=4,calibration=prompt", "kivi:bits=4", "polarquant", "exact")
+)
+"""Heads that keep a quarter of the tokens each, and on average."""
+
+IMPORTANCE = (1.0, 2.0, 4.0)
+"""Importance of heads in turn. With 8 heads the first one keeps an eighth of the tokens, the third almost half."""
+
+COMPARED = {"mixed": MIXED, "heads": HEADS}
+
 SHAPES = ((9, 3, 64), (32, 8, 128))
 """Query heads, key-value heads and head dim of SmolLM2-135M and Llama-3.1-8B."""
 
-TOKENS, MIXED_TOKENS = (1024, 8192), (8192, 32768)
+TOKENS, COMPARED_TOKENS = (1024, 8192), (8192, 32768)
 WARM_UP, STEPS = 8, 64
 """Numbers of untimed and of timed steps per cache and round."""
 
@@ -103,9 +116,11 @@ def filled(recipe: str, shape: Sequence[int], tokens: int, dtype: torch.dtype) -
         layer = DynamicLayer()
         layer.update(keys, values)
         return layer
-    store = LayerStore(Recipe.parse(recipe).plan(3, 8), keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
-    # only the number of tokens of each rate matters here, not which ones
-    store.append(keys, values, None, Observed(importance=torch.rand(1, H, tokens)))
+    scores = torch.tensor(IMPORTANCE).repeat(H)[:H].expand(8, H)
+    plan = Recipe.parse(recipe).plan(3, 8)._replace(scores=scores)
+    store = LayerStore(plan, keys[:, :, :0], values[:, :, :0], None, standard_rope(D))
+    # only the number of tokens of each rate or head matters here, not which ones
+    store.append(keys, values, None, Observed(*torch.rand(2, 1, H, tokens)))
     return store
 
 
@@ -160,15 +175,17 @@ def main() -> None:
     parser = recorded.parser(__doc__)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--recipes", nargs="+", default=RECIPES)
-    parser.add_argument("--mixed", action="store_true")
+    parser.add_argument("--compare", choices=COMPARED)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), nargs="+", default=("float32", "bfloat16"))
     parser.add_argument("--tokens", type=int, nargs="+")
     parser.add_argument("--threads", type=int, nargs="+", default=[1])
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
-    names = [name for pair in MIXED for name in pair] if options.mixed else [EXACT, *options.recipes]
+    compared = options.compare and [name for pair in COMPARED[options.compare] for name in pair]
+    names = compared or [EXACT, *options.recipes]
     rows: list[dict[str, Any]] = []
-    for recipe in dict.fromkeys(names if options.mixed else (*options.recipes, *COUNTED)):
+    counted = compared or (*options.recipes, *COUNTED)
+    for recipe in dict.fromkeys(recipe for recipe in counted if "headkv" not in recipe):  # needs a measured model
         python, native = calls(recipe)
         rows.append({"recipe": recipe, "python_calls": python, "native_calls": native})
     show("calls", ("recipe", "Python calls", "native calls"), (row.values() for row in rows))
@@ -176,7 +193,7 @@ def main() -> None:
     with torch.inference_mode():
         for dtype in options.dtype:
             for shape in SHAPES:
-                for tokens in options.tokens or (MIXED_TOKENS if options.mixed else TOKENS):
+                for tokens in options.tokens or (COMPARED_TOKENS if compared else TOKENS):
                     found = medians(names, shape, tokens, getattr(torch, dtype), options.rounds, options.threads)
                     for threads, each in found.items():
                         where = {"dtype": dtype, "heads": list(shape), "tokens": tokens, "threads": threads}

@@ -236,6 +236,9 @@ struct Call {
   bool rounded_query = false;    // they were bfloat16
   Scores scores;
   Pages pages;
+  // [B, H], the token where each head's own tokens end. They begin where those of the head before end, and no other
+  // head sees them: planes, positions and the mask are the same for all heads. Null: all heads see all T tokens.
+  const int64_t* ends = nullptr;
   const View *keys = nullptr, *values = nullptr;
   bool shared = false;  // values are the first Dv channels of the keys
   bool tiles = false;   // a tile of tokens at a time is decoded for all rows of a task

@@ -15,12 +15,11 @@ QUARTER = {
     "KIVI, 4 bits": "window:sinks=0,recent=128+kivi:bits=4",
     "SnapKV": "snapkv:sinks=0,budget=0.25+exact",
     "PyramidKV": "pyramidkv:sinks=0,budget=0.25+exact",
-    "HeadKV, a quarter": "headkv:sinks=0,budget=0.13+exact",
+    "HeadKV, a quarter": "headkv:sinks=0,budget=0.25+exact",
     "StreamingLLM": "streaming:budget=0.25+exact",
     "default": MEASURED_DEFAULT,
 }
-"""Caches of a quarter of the bytes (§5.2), but for KIVI with 4 bits. HeadKV holds as many slots in all heads of a layer
-as in the largest one, so that a budget of .25 would hold half of the bytes."""
+"""Caches of a quarter of the bytes (§5.2), but for KIVI with 4 bits."""
 ONCE = (
     "The whole prompt is read exactly, then packed or reduced to a quarter, then the answer is generated (`--pack "
     "after-prompt`)."

@@ -62,21 +62,22 @@ def calls() -> str:
     )
 
 
-def mixed_step() -> str:
-    """Return the table of two rates beside equal rates: pairs of recipes in their order in the records."""
+def compared(record: str, policy: str) -> str:
+    """Return the table of a policy beside another one with the same codecs: pairs of recipes in their order."""
     found: dict[tuple[object, ...], dict[str, float]] = {}
-    for row in rows("mixed_step.jsonl"):
+    for row in rows(record):
         if "microseconds" in row:
             at = row["dtype"], heads(row), f"{row['tokens']:,}", row["threads"]
             found.setdefault(at, {})[row["recipe"]] = row["microseconds"]
     names = list(dict.fromkeys(name for cells in found.values() for name in cells))
-    mixed = {codec_of(name): name for name in names if name.startswith("mixed")}
-    pairs = [(name, mixed[codec_of(name)]) for name in names if not name.startswith("mixed")]
+    second = {codec_of(name): name for name in names if name.startswith(policy)}
+    pairs = [(name, second[codec_of(name)]) for name in names if not name.startswith(policy)]
     lines = [
         (*at, *(f"{cells[one]:,.0f} / {cells[two]:,.0f} = {cells[two] / cells[one]:.2f}" for one, two in pairs))
         for at, cells in found.items()
     ]
-    return markdown(("dtype", "heads", "tokens", "threads", *(f"`{one.split(',')[0]}`" for one, _ in pairs)), lines)
+    columns = (f"`{one.split('+')[-1].split(',')[0]}`" for one, _ in pairs)
+    return markdown(("dtype", "heads", "tokens", "threads", *columns), lines)
 
 
 def codec_of(recipe: str) -> str:
@@ -146,8 +147,15 @@ def page() -> Page:
                 "Two rates beside equal rates",
                 "The same step with `mixed:budget=0.25,rest=2` and 4 bits: equal rates / two rates = ratio, µs. Zen 4, "
                 "7 rounds. With `kivi` and `turboquant`, two rates have half a bit more.",
-                mixed_step(), ["mixed_step.jsonl"],
-                "python benchmarks/layer_step.py --mixed --threads 1 4 --tokens 8192 32768 --out FILE",
+                compared("mixed_step.jsonl", "mixed"), ["mixed_step.jsonl"],
+                "python benchmarks/layer_step.py --compare mixed --threads 1 4 --tokens 8192 32768 --out FILE",
+            ),
+            Section(
+                "Heads with different numbers of tokens",
+                "The same step with heads that keep a quarter of the tokens each (`snapkv`) / on average (`headkv`, an "
+                "eighth to half) = ratio, µs. One call per layer. One thread of Zen 5, 7 rounds.",
+                compared("heads_step.jsonl", "headkv"), ["heads_step.jsonl"],
+                "python benchmarks/layer_step.py --compare heads --rounds 7 --out FILE",
             ),
             Section(
                 "Packing a prompt",

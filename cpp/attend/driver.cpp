@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <atomic>
 #include <bit>
+#include <cmath>
 #include <memory>
 #include <thread>
 #include <vector>
@@ -64,36 +65,44 @@ struct HeadTasks {
 
 // The tasks of one call. `out` and `lse` belong to its first split.
 struct CallTasks : HeadTasks {
-  int64_t units;
+  int64_t longest = 0;  // most units of a head
   double ns;
   float* out = nullptr;  // [splits] of [B, H, R, Dv]
   float* lse = nullptr;  // [splits] of [B, H, R]
 
-  explicit CallTasks(const Call& of) : HeadTasks(of), units(of.T / of.tokens_per_unit) {
+  explicit CallTasks(const Call& of) : HeadTasks(of) {
     const int64_t rows = std::max<int64_t>(of.R, of.keys->kind == Kind::exact ? 2 : kFewRows);
-    const double products = static_cast<double>(of.B * of.H * of.T * rows) * static_cast<double>(of.D + of.Dv);
+    for (int64_t head = 0; head < heads(); head++) longest = std::max(longest, end(head) - start(head));
+    const double products = static_cast<double>(tokens() * rows) * static_cast<double>(of.D + of.Dv);
     ns = products * current().ns_per_product;
   }
 
-  // Return a split's first unit. From there on kernels read whole vectors of tokens.
-  int64_t begin(int64_t split) const {
-    const int64_t grain = call->tokens_per_unit % kLanes ? kLanes : 1;
-    return split == splits ? units : units * split / splits / grain * grain;
+  // Return the number of tokens of all heads.
+  int64_t tokens() const { return call->ends ? call->T : heads() * call->T; }
+
+  // Return a head's first unit, and the one after its last.
+  int64_t start(int64_t head) const { return call->ends && head ? end(head - 1) : 0; }
+  int64_t end(int64_t head) const { return (call->ends ? call->ends[head] : call->T) / call->tokens_per_unit; }
+
+  // Return the first unit of a head's split. From there on kernels read whole vectors of tokens.
+  int64_t begin(int64_t head, int64_t split) const {
+    const int64_t grain = call->tokens_per_unit % kLanes ? kLanes : 1, from = start(head), own = end(head) - from;
+    return from + (split == splits ? own : own * split / splits / grain * grain);
   }
 
   // Return the position of a task's last token, relative to the first mark.
   int64_t last_position(int64_t index) const {
     const int64_t head = index % heads();
     const Marks& marks = *call->start_marks;
-    const int64_t last = marks.skip + begin(split_of(index) + 1) * call->tokens_per_unit - 1;
+    const int64_t last = marks.skip + begin(head, split_of(index) + 1) * call->tokens_per_unit - 1;
     return marks_of(marks, head / call->H, head % call->H).position(last);
   }
 
   void run(int64_t index) const {
-    const int64_t split = split_of(index), rows = heads() * call->R;
+    const int64_t split = split_of(index), rows = heads() * call->R, head = index % heads();
     Task one = task(index);
-    one.first = begin(split);
-    one.last = begin(split + 1);
+    one.first = begin(head, split);
+    one.last = begin(head, split + 1);
     one.out = out + split * rows * call->Dv;
     one.lse = lse + split * rows;
     current().attend(*call, one);
@@ -104,12 +113,16 @@ struct CallTasks : HeadTasks {
 // tokens.
 void split(CallTasks& of, int threads) {
   const int64_t tasks = of.tasks();
-  if (threads > 1) {
-    const int64_t wanted = ceil_div(4 * threads, tasks), worth = static_cast<int64_t>(of.ns / kTaskNs) / tasks;
-    of.splits = std::max<int64_t>(1, std::min({wanted, worth, of.units}));
+  if (threads > 1 && of.longest) {
+    const double share = static_cast<double>(of.longest * of.call->tokens_per_unit * of.heads()) /
+                         static_cast<double>(of.tokens());  // of the longest head, relative to the mean
+    const int64_t wanted = static_cast<int64_t>(std::ceil(4 * threads * share / static_cast<double>(tasks))),
+                  worth = static_cast<int64_t>(of.ns * share / kTaskNs) / tasks;
+    of.splits = std::max<int64_t>(1, std::min({wanted, worth, of.longest}));
   }
   if (!of.call->tiles && reads_all_angles(*of.call, *of.call->keys))  // tiles compute angles as they need them
-    of.splits = std::max<int64_t>(1, std::min(of.units, std::max(of.splits, ceil_div(of.call->T, kRopedTokens))));
+    of.splits = std::max<int64_t>(
+        1, std::min(of.longest, std::max(of.splits, ceil_div(of.longest * of.call->tokens_per_unit, kRopedTokens))));
 }
 
 // The tasks that compute scores of a rotated mean.

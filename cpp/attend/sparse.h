@@ -31,7 +31,7 @@ struct SparseOwn {
 };
 
 // Return the entries of block n. They end where those of the next block begin, in the order block,
-// batch row, head.
+// batch row, head. Heads that share all blocks count as one.
 inline SparseEntries entries_of(const Node& node, int64_t n) {
   const SparseView& v = node.view->sparse;
   const SparseOwn& own = *static_cast<SparseOwn*>(node.own);
@@ -138,7 +138,8 @@ inline void sparse_prepare(Node& node) {
     own->places = v.place.data + node.b * v.place.stride_b + node.h * v.place.stride_h;
     own->values = v.value.data + node.b * v.value.stride_b + node.h * v.value.stride_h;
   } else {
-    const bool last_head = node.h + 1 == v.H, last = last_head && node.b + 1 == v.B;
+    const bool last_head = node.h + 1 == v.H, shared = v.stride_b == 0 && v.stride_h == 0,
+               last = shared || (last_head && node.b + 1 == v.B);
     own->begin = v.starts + node.b * v.stride_b + node.h * v.stride_h;
     own->end = last        ? v.starts + v.stride_n
                : last_head ? v.starts + (node.b + 1) * v.stride_b

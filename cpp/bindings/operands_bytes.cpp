@@ -160,8 +160,8 @@ NativeView* sparse_view(int64_t head_dim, nb::handle starts, nb::handle places, 
   view.T = v.N * view.t;
   expect("", "outlier_starts", begins, {{"B", v.B}, {"H", v.H}, {"N", v.N}}, 3);
   v.starts = begins.as<int32_t>();
-  v.stride_b = begins.stride[0];
-  v.stride_h = begins.stride[1];
+  v.stride_b = batch_stride(begins);
+  v.stride_h = v.H == 1 ? 0 : begins.stride[1];
   v.stride_n = begins.stride[2];
   v.entries = of.dims == 1 ? of.shape[0] : 0;
   expect("", "outlier_places", of, {{"entries", v.entries}}, 0);

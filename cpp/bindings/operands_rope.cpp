@@ -14,7 +14,7 @@ namespace {
 
 // Positions per token up to which rotated means are computed for all positions in order. More cost
 // more than the angles of each token.
-constexpr int64_t kSparsest = 16;
+constexpr int64_t kSparsest = 16, kLeastRun = 64;
 
 // channels: int32 [D, 4], partner, columns of cos and sin, sign.
 void take_channels(NativeRope& made, const Tensor& channels) {
@@ -145,16 +145,20 @@ NativeRope* make_rope(nb::handle table, nb::handle channels, const std::vector<n
   return made.release();
 }
 
-// True if the tokens of every head are in order of position, and span at most kSparsest positions
-// per token.
-bool is_dense_in_order(const Tensor& places) {
+// True if tokens are in runs that ascend, which span at most kSparsest positions per token. A run costs as much as
+// kLeastRun positions.
+bool are_dense_runs(const Tensor& places) {
   const int64_t T = places.shape[2];
   for (int64_t b = 0; b < places.shape[0]; b++)
     for (int64_t h = 0; h < places.shape[1]; h++) {
       const int32_t* at = places.as<int32_t>() + b * places.stride[0] + h * places.stride[1];
-      if (T < 1 || at[0] < 0 || int64_t{at[T - 1]} - at[0] >= kSparsest * T) return false;
-      for (int64_t t = 1; t < T; t++)
-        if (at[t] < at[t - 1]) return false;
+      if (T < 1 || at[0] < 0) return false;
+      int64_t span = 0;
+      for (int64_t t = 1; t < T; t++) {
+        if (at[t] < 0) return false;
+        span += at[t] < at[t - 1] ? kLeastRun : at[t] - at[t - 1];
+      }
+      if (span >= kSparsest * T) return false;
     }
   return true;
 }
@@ -186,7 +190,7 @@ void take_rope(NativeView& made, const nb::object& rope, nb::handle places, nb::
     rope_view.consecutive = false;
     rope_view.int16_offsets = nullptr;
   } else if (!rope_view.consecutive) {
-    if (!is_dense_in_order(at)) rope_view.offsets = nullptr;
+    if (!are_dense_runs(at)) rope_view.offsets = nullptr;
     rope_view.int16_offsets = nullptr;
   }
   made.has_rope = true;

@@ -26,9 +26,11 @@ class SegmentMasks {
 
   // Set the mask of a call from its tokens' positions or own mask. where: position of the first
   // token; positions, integers [T], [B, T] or [B, H, T] (-1: none); or bool [B, q, T] or
-  // [B, H, q, T]. None: the tokens end with the queries' own, and a query sees no later ones.
+  // [B, H, q, T]. None: the tokens end with the queries' own, and a query sees no later ones. A tuple: see
+  // locate_heads.
   void locate(Call& call, nb::handle where) {
     if (where.is_none()) return set_causal(call);
+    if (PyTuple_Check(where.ptr())) return locate_heads(call, item(where, 0), item(where, 1));
     if (PyLong_Check(where.ptr())) return locate_from(call, as_int(where.ptr()));
     const Tensor x = tensor_of("positions", where, kBool | kInt32 | kInt64);
     if (x.type == Type::b8) return take_mask(call, x);
@@ -47,6 +49,36 @@ class SegmentMasks {
         if (mask_.given() || !all_there(call, x))
           build_mask(call, x, x.stride[0], x.stride[1], x.stride[2], call.H, true);
     }
+  }
+
+  // Set the mask of tokens of one head after those of another. positions: int32 [T], -1: none. ends: int64 [B, H], in
+  // tokens, see `Call`.
+  void locate_heads(Call& call, nb::handle positions, nb::handle ends) {
+    const int64_t T = call.T, heads = B_ * call.H;
+    const Tensor x = tensor_of("positions", positions, kInt32), end = tensor_of("ends", ends, kInt64);
+    expect("", "positions", x, {{"T", T}}, 0);
+    expect("", "ends", end, {{"B", B_}, {"H", call.H}}, 0);
+    call.ends = end.as<int64_t>();
+    for (int64_t head = 0, first = 0; head < heads; first = call.ends[head++])
+      if (call.ends[head] < first || call.ends[head] > T || call.ends[head] % call.tokens_per_unit)
+        fail("ends: ", "expected multiples of " + std::to_string(call.tokens_per_unit) + " tokens that ascend to " +
+                           std::to_string(T));
+    const auto* at = x.as<int32_t>();
+    int32_t least = 0, most = -1;
+    for (int64_t t = 0; t < T; t++) {
+      least = std::min(least, at[t]);
+      most = std::max(most, at[t]);
+    }
+    if (!mask_.given() && least >= 0) return;
+    check_position(most);
+    const int64_t rows = mask_.given() ? q_ : 1;
+    uint8_t* out = room(rows * T);
+    set_mask(call, out, 0, 0, T, rows);
+    for (int64_t i = 0; i < rows; i++, out += T)
+      for (int64_t head = 0, t = 0; head < heads; head++) {
+        const uint8_t* seen = mask_.given() ? mask_row(head / call.H, i) : nullptr;
+        for (; t < call.ends[head]; t++) out[t] = at[t] >= 0 && (!seen || seen[at[t]]);
+      }
   }
 
   // Set the mask of tokens at consecutive positions.

@@ -116,6 +116,11 @@ class BlockBuffer(Stateful):
         else:
             self.append(planes)
 
+    def replace(self, first: int, planes: PackedTensors) -> None:
+        """Replace the pages from number `first` on by one that uses these tensors; by none if they hold nothing."""
+        page = Page.of(self.layout, planes)
+        self.pages = [*self.pages[:first], *([page] if len(page) else [])]
+
     def keep(self, index: Tensor) -> None:
         """Keep blocks `index` (int64 [B, H, n], from the oldest in use) of each head, in that
         order.

@@ -157,12 +157,12 @@ class ChosenTokens(HeadTokens):
         evicts: some of them leave the cache.
         """
         sizes = [*self._sizes(), leaving.positions.shape[2]]
-        stays, demoted, demotes, limits = alive, torch.zeros_like(alive), False, [0]
+        stays, demoted, demotes, limits = alive, torch.zeros_like(alive), False, [room]
         if len(self.tiers) > 1:
             stays, demoted, limits = self._demoted(sizes, alive, ranks, room, prompt)
             demotes = bool(demoted.any())
         elif evicts:
-            limits = [int(self._head_budget().max()) - self.tail_tokens]
+            limits = [self._head_budget() - self.tail_tokens]
         limited = evicts or demotes
         weights = ranks.of(ranks.candidates.always) if limited else torch.zeros_like(leaving.votes)
         samples, sampled = self._samples(leaving)
@@ -184,8 +184,8 @@ class ChosenTokens(HeadTokens):
 
     def _demoted(
         self, sizes: list[int], alive: Tensor, ranks: Ranks, room: Tensor, prompt: bool
-    ) -> tuple[Tensor, Tensor, list[int]]:
-        """Return masks of tokens that keep the codec's rate and that lose it, and the most tokens of each tier.
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Return masks of tokens that keep the codec's rate and that lose it, and the most tokens per tier and head.
 
         sizes: numbers of slots, and of leaving tokens. Others: see `_settle`.
         """
@@ -197,7 +197,7 @@ class ChosenTokens(HeadTokens):
         demotes = bool((over >= (1 if prompt else self.flush_tokens)).any())
         demotes = demotes and (prompt or self.policy.evicts != "never")
         stays = best(ranks.of(always), candidates, most) if demotes else candidates
-        return stays, candidates & ~stays, [int(most.max()) + self.flush_tokens, int(lower.max())]
+        return stays, candidates & ~stays, [most + self.flush_tokens, lower]
 
     def _lower(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return how many tokens of each head have the lower rate, and which tokens never have it.
@@ -301,14 +301,15 @@ class ChosenTokens(HeadTokens):
         budgets = [stream.budget]
         if policy.needs_scores and scores is not None:
             budgets = policy.of_heads(stream.budget, stream.tokens, scores)[self.plan.layer].tolist()
-        kept = [min(stream.tokens, one) - after - sinks for one in budgets]  # all heads have the slots of the largest
+        kept = [min(stream.tokens, one) - after - sinks for one in budgets]
         low = [min(n, policy.lower(one)) if self.tiers[1:] else 0 for n, one in zip(kept, budgets, strict=True)]
         each, slack = ([n - lower for n, lower in zip(kept, low, strict=True)], low), 0
         ahead = math.ceil(stream.budget / 8) if policy.evicts_ahead else 0  # evicted down to 7/8, then filled again
         for i, (tier, loose) in enumerate(zip(self.tiers, self.loose, strict=True)):
             first = 0 if i else sinks
             if stream.fullest:
-                slack += fill_most(tier, loose, max(each[i]) + first, ahead, tier is not self.tiers[-1], first)
+                tokens = [n + first for n in each[i]]
+                slack += fill_most(tier, loose, tokens, ahead, tier is not self.tiers[-1], first)
             else:
                 fill_chosen(tier, loose, each[i], 0 if i else stream.late, first)
         if policy.remembers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from tersekv.cache.exact_tokens import ExactTokens
@@ -45,6 +46,23 @@ def fill_slots(tier: Tier | None, loose: ExactTokens, added: list[int], exact: i
     loose.slots.resize(slots)
 
 
+def fill_ragged(tier: Tier, loose: ExactTokens, blocks: Tensor, exact: int) -> None:
+    """Let each head hold its own number of blocks, int64 [H], and `exact` loose tokens.
+
+    Heads are batch rows of the tier, repeated for each sequence.
+    """
+    rows = tier.slots.heads[0]
+    count = blocks.repeat(rows // len(blocks)).unsqueeze(-1)
+    packed = int(count.sum())
+    for side in tier.sides if packed else ():
+        layout = side.packed.layout
+        side.packed.replace(0, blank(layout, 1, 1, packed * tier.block // layout.block_tokens, "meta"))
+    tier.slots.counts = [count] if packed else []
+    tier.slots.resize(packed * tier.block)
+    loose.hold(blank_tokens(loose.buffers, exact))
+    loose.slots.resize(exact)
+
+
 def fill_chosen(tier: Tier, loose: ExactTokens, heads: list[int], late: int, sinks: int) -> None:
     """Let heads hold tokens of one rate.
 
@@ -52,22 +70,28 @@ def fill_chosen(tier: Tier, loose: ExactTokens, heads: list[int], late: int, sin
     block at a time.
     """
     t = tier.block
+    if tier.ragged:
+        held = torch.tensor([n // t * t + n % t + late for n in heads])
+        return fill_ragged(tier, loose, held // t, int((held % t).max()) + sinks)
     left = max(n % t for n in heads)
     added = [max(n // t for n in heads) * t, *[t] * ((left + late) // t)]
     exact = (left + late) % t + sinks
-    fill_slots(tier, loose, added, exact, sum(added) + exact)
+    return fill_slots(tier, loose, added, exact, sum(added) + exact)
 
 
-def fill_most(tier: Tier, loose: ExactTokens, tokens: int, ahead: int, demotes: bool, sinks: int) -> int:
-    """Let heads hold the most slots that so many tokens of one rate can have. Return bytes of slack to add.
+def fill_most(tier: Tier, loose: ExactTokens, heads: list[int], ahead: int, demotes: bool, sinks: int) -> int:
+    """Let heads hold the most slots that tokens of one rate can have. Return bytes of slack to add.
 
-    ahead: tokens that may be added before it evicts. demotes: tokens move to another rate, a block at
-    a time.
+    heads: tokens of each head. ahead: tokens that may be added before it evicts. demotes: tokens move to another
+    rate, a block at a time.
     """
     t = tier.block
-    blocks = tier.most_blocks(tokens + demotes * t) + 1
+    blocks = tier.most_blocks(torch.tensor(heads) + demotes * t) + 1
     blocks += math.ceil(ahead / t) + 1 if ahead else 0
-    return fill_any(tier, loose, blocks * t, t + sinks, (blocks + 2) * t + sinks)
+    if tier.ragged:
+        fill_ragged(tier, loose, blocks, 2 * t + sinks)
+        return 0
+    return fill_any(tier, loose, int(blocks) * t, t + sinks, (int(blocks) + 2) * t + sinks)
 
 
 def fill_any(tier: Tier, loose: ExactTokens, tokens: int, more: int, slots: int) -> int:

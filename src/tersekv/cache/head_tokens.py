@@ -107,8 +107,8 @@ class HeadTokens(Stateful, ABC):
     def _empty(self) -> None:
         """Set `loose`, and give the tiers empty slots."""
         self.loose = [ExactTokens(self.recent.buffers, fields=self.fields()) for _ in self.tiers]
-        for tier in self.tiers:
-            tier.differ(Slots(self.recent.buffers[0], self.fields()))
+        for tier in self.tiers:  # heads with budgets of their own have different numbers of blocks
+            tier.differ(Slots(self.recent.buffers[0], self.fields(), tier.block if self.policy.needs_scores else 0))
 
     def fields(self) -> dict[str, torch.dtype]:
         """Return the numbers that are kept of each token."""
@@ -174,10 +174,19 @@ class HeadTokens(Stateful, ABC):
         """Return sampled tokens, see `Store`."""
         return []
 
-    def angles(self, positions: Tensor) -> Angles | None:
-        """Return the RoPE angles of keys at positions [B, H, n], if they are coded before RoPE."""
-        first = 0 if self.padding is None else self.padding[:, None, None]
-        return None if self.rope is None else self.rope.angles_at((positions - first).clamp(min=0))
+    def angles(self, positions: Tensor, ends: Tensor | None = None) -> Angles | None:
+        """Return the RoPE angles of keys at positions [B, H, n], if they are coded before RoPE.
+
+        ends: of positions [1, 1, n] of one head after the other, see `PackedPages`.
+        """
+        if self.rope is None:
+            return None
+        if self.padding is not None and ends is not None:
+            rows = ends[:, -1].diff(prepend=ends.new_zeros(1))
+            positions = positions - torch.repeat_interleave(self.padding, rows)
+        elif self.padding is not None:
+            positions = positions - self.padding[:, None, None]
+        return self.rope.angles_at(positions.clamp(min=0))
 
     def observed(self, queries: int) -> int:
         """Return how many of the latest `queries` queries the policy observes now."""
@@ -305,13 +314,14 @@ class HeadTokens(Stateful, ABC):
         movable: Tensor,
         samples: Sequence[Tensor],
         at: Tensor,
-        most: int | None = None,
+        most: Tensor | None = None,
     ) -> None:
         """Pack whole blocks of each head's movable loose tokens, oldest first.
 
         movable: bool [B, H, n], loose slots that may be packed.
         samples, at: tokens [B, H, n, D] of each side that codecs are fitted on, and their positions.
-        most: allowed number of blocks, or None. If some must be evicted, the field WEIGHT decides.
+        most: allowed number of blocks, see `Tier.most_blocks`, or None. If some must be evicted, the field WEIGHT
+            decides.
 
         Raises:
             UserError: a scale is too large for its dtype. Nothing has changed.
@@ -329,10 +339,8 @@ class HeadTokens(Stateful, ABC):
         for i, (side, x) in enumerate(zip(tier.sides, loose.data, strict=True)):
             angles = None if i else lambda index: self.angles(positions.gather(2, index))
             encoded.append(side.encoded(side.codec, coding.by_head(x, order, t, angles, taken)))
-        for side, changes in zip(tier.sides, encoded, strict=True):
-            side.append(side.codec, changes)
         fields = {name: x.gather(2, order) for name, x in loose.slots.fields.items()}
-        tier.slots.add(positions.gather(2, order).masked_fill(~taken, -1), fields)
+        tier.append(encoded, positions.gather(2, order).masked_fill(~taken, -1), fields, waiting)
         loose.keep(torch.zeros_like(positions).scatter_add(2, order, taken.to(torch.int32)) == 0)
         tier.compact(most)
         tier.give_back(most)

@@ -21,6 +21,7 @@ from tersekv.cache.exact_tokens import ExactTokens, first_tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.found_sinks import FoundTokens, found_are_packed
 from tersekv.cache.head_tokens import HeadTokens
+from tersekv.cache.packed_side import PackedSide
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
 from tersekv.cache.parallel import ELSEWHERE, ContextParallel, HeadShard, OwnBlocks
 from tersekv.cache.placement import Placement
@@ -29,9 +30,10 @@ from tersekv.cache.rotary import Rotary
 from tersekv.cache.sampled_tokens import SampledTokens
 from tersekv.cache.schema import optional, per_row, require
 from tersekv.cache.segments import UNSEEN, Observed
+from tersekv.cache.slots import POSITIONS
 from tersekv.cache.state import Rules, Spec, State
 from tersekv.cache.store import LEAST_QUERIES, Store
-from tersekv.cache.tier import PackedSide, Tier
+from tersekv.cache.tier import Tier
 from tersekv.errors import CacheError
 from tersekv.kernels import backends
 from tersekv.policies.base import two_rates
@@ -212,9 +214,9 @@ class LayerStore(Store):
 
     def _choose(self, chosen: HeadTokens, new: list[Tensor], padding: Tensor | None, observed: Observed) -> None:
         """Append tokens of which each head keeps its own."""
-        before = [tier.slots.positions for tier in chosen.tiers]
+        before = [tier.slots.held[POSITIONS] for tier in chosen.tiers]
         chosen.receive(new, padding, observed.votes)
-        if any(tier.slots.positions is not old for tier, old in zip(chosen.tiers, before, strict=True)):
+        if any(tier.slots.held[POSITIONS] is not old for tier, old in zip(chosen.tiers, before, strict=True)):
             self._pages = None
         self.padding, self.room = chosen.padding, chosen.room()
 

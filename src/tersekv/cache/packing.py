@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
+from tersekv.cache.packed_side import Encoded
 from tersekv.cache.parallel import ContextParallel
-from tersekv.cache.tier import Encoded
 from tersekv.codecs import Codec
 from tersekv.tensors import joined
 from tersekv.transforms.moments import TokenLoss

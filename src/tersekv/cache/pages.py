@@ -170,6 +170,11 @@ class Page:
         return self.stop - self.start
 
     @property
+    def tokens(self) -> int:
+        """Number of tokens in use."""
+        return len(self) * self.layout.block_tokens
+
+    @property
     def capacity(self) -> int:
         """Number of blocks allocated."""
         return _extent(self.layout, self.planes)[0]

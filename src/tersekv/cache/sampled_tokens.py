@@ -21,12 +21,13 @@ from tersekv.cache.exact_tokens import ExactTokens
 from tersekv.cache.filled import Stream, fill_any, fill_slots
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.head_tokens import SELECTIVE, HeadTokens
+from tersekv.cache.packed_side import PackedSide
 from tersekv.cache.pages import PageSizes
 from tersekv.cache.schema import Check, optional, record, require, tensor, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
 from tersekv.cache.slots import Slots
 from tersekv.cache.state import State, own
-from tersekv.cache.tier import WEIGHT, PackedSide, Tier
+from tersekv.cache.tier import WEIGHT, Tier
 from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
 from tersekv.policies.subgen import SubGen

@@ -5,7 +5,7 @@ A segment has tokens with the same representation.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,6 +58,7 @@ class PackedSegment(NamedTuple):
     where: position of the first one, and the others follow; or int32 [T]; or if heads differ int32
         [B, H, T], −1 for no token, or marks.
     correction: float32 [B, H, D], see `softmax.score_bias`, or None. Segments of one rate share it.
+    ends: see `PackedPages`.
     """
 
     keys: View
@@ -65,6 +66,7 @@ class PackedSegment(NamedTuple):
     where: Where
     tokens: int
     correction: Tensor | None = None
+    ends: Tensor | None = None
 
 
 def latent_key(latents: Tensor, rotated: Tensor) -> Tensor:
@@ -80,10 +82,15 @@ def latent_key(latents: Tensor, rotated: Tensor) -> Tensor:
     return torch.cat(both, dim=-1)
 
 
-def packed_pages_of(pages: Sequence[PackedSegment], heads: int, shared: int = 0) -> PackedPages | None:
+def packed_pages_of(
+    pages: Sequence[PackedSegment],
+    heads: int,
+    shared: int = 0,
+    padded: Callable[[], PackedPages | None] | None = None,
+) -> PackedPages | None:
     """Return the pages of a layer with `heads` KV heads as attention reads them, or None.
 
-    shared: see `PackedPages`.
+    shared, padded: see `PackedPages`.
     """
     if not pages:
         return None
@@ -96,6 +103,8 @@ def packed_pages_of(pages: Sequence[PackedSegment], heads: int, shared: int = 0)
         heads,
         [page.correction for page in pages],
         shared,
+        [page.ends for page in pages],
+        padded,
     )
 
 

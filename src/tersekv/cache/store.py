@@ -12,13 +12,15 @@ from tersekv.cache.coding import own_sinks
 from tersekv.cache.exact_tokens import ExactTokens
 from tersekv.cache.found_sinks import FoundTokens
 from tersekv.cache.head_tokens import UNREADABLE, HeadTokens
+from tersekv.cache.packed_side import PackedSide
 from tersekv.cache.parallel import ELSEWHERE, ContextParallel, HeadShard, OwnBlocks
 from tersekv.cache.placement import Move, Placement
 from tersekv.cache.ranked_tokens import RankedTokens
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.segments import ExactSegment, PackedSegment, WeightedSegment, packed_pages_of
+from tersekv.cache.slots import POSITIONS
 from tersekv.cache.state import Stateful
-from tersekv.cache.tier import PackedSide, Tier
+from tersekv.cache.tier import Tier
 from tersekv.errors import UserError
 from tersekv.kernels.attend import PackedPages, Where
 from tersekv.layouts.base import View
@@ -220,14 +222,34 @@ class Store(Stateful):
         if self._pages is None:
             if not self.packed_tokens:
                 return None
-            pages = list(self.packed_pages())
-            made = packed_pages_of(pages, self.kv_heads, self.value_dim if self.latent else 0)
+            pages = list(self._kernel_pages())
+            padded = self._padded if any(tier.ragged for tier in self.tiers) else None
+            made = packed_pages_of(pages, self.kv_heads, self.value_dim if self.latent else 0, padded)
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
             self._pages = made
             if made is not None:
                 made.kept = True
         return self._pages
+
+    def _kernel_pages(self) -> Iterator[PackedSegment]:
+        """Return the same as `packed_pages`, but of heads with different numbers of blocks pages without empty ones."""
+        for rate in range(0 if self.estimates else len(self.tiers)):
+            yield from self._ragged(rate) if self.tiers[rate].ragged else self._packed_at(rate)
+
+    def _ragged(self, rate: int) -> Iterator[PackedSegment]:
+        tier, first = self.tiers[rate], 0
+        for number, count in enumerate(tier.slots.counts):
+            ends = count.flatten().cumsum(0).mul_(tier.block).view_as(count)
+            tokens = tier.keys.packed.pages[number].tokens
+            at = tier.slots.held[POSITIONS][first : first + tokens]
+            keys, values = tier.page_views(number, self.chosen[0].angles(at.view(1, 1, -1), ends))
+            yield PackedSegment(keys, values, at, tokens, tier.keys.correction, ends)
+            first += tokens
+
+    def _padded(self) -> PackedPages | None:
+        """Return `pages` with equally many blocks in all heads, as the torch reference and Triton read them."""
+        return packed_pages_of(list(self.packed_pages()), self.kv_heads, self.value_dim if self.latent else 0)
 
     def _packed(self, rate: int, first: int, tokens: int) -> PackedSegment:
         keys, values = self.views(rate, first, tokens, joint=True)

@@ -162,7 +162,6 @@ def _describe_one(
         "contexts": rows,
         "generating": _generating(shape, recipe, max(lengths), batch),
         "layers": predict(shape, recipe, max(lengths), batch).coded,
-        "equal_heads": recipe.policy().needs_scores,
         "equal_layers": recipe.policy().allots,
         "advice": bias_fault(recipe, shape) if known.key_bias() else None,
     }

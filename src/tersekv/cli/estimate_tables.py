@@ -34,8 +34,6 @@ def show(document: dict[str, Any]) -> None:
     for one in recipes:
         if len(one["layers"]) > 1:
             output.show(sizes.by_layer(one["recipe"], one["layers"]))
-        if one["equal_heads"]:
-            output.show(sizes.equal_heads(one["recipe"]))
         if one["equal_layers"]:
             output.show(sizes.equal_layers(one["recipe"]))
         if one["advice"]:

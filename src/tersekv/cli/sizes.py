@@ -50,14 +50,6 @@ def while_generating(row: dict[str, Any], recipe: str) -> str:
     return text + " (up to 1.5 times that, as attention decides which blocks keep empty slots)" * row["chooses"]
 
 
-def equal_heads(recipe: str) -> str:
-    """Return a sentence about a recipe whose policy gives heads budgets of their own."""
-    return (
-        f"{short_name(recipe)}: heads count as equally important here. A model's heads are not, and a layer holds as "
-        "many slots for each as for the largest; so its cache is larger."
-    )
-
-
 def equal_layers(recipe: str) -> str:
     """Return a sentence about a recipe whose policy gives layers rates of their own."""
     return (

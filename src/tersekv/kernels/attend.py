@@ -75,10 +75,16 @@ class PackedPages:
         where: positions of each page. tokens: number of tokens of each page.
         maps: linear map of all keys, and of all values.
         heads: H.
-        listed: positions or masks that are tensors, None for the other pages; None if no page has such.
+        listed: positions or masks that are tensors, with `ends` if there are; None for the other pages; None if no
+            page has such.
         is_mapped: True if the query or the output must be transformed.
         corrections: float32 [1 or B, H, D] of each page, see `softmax.score_bias`, or None.
         shared: number of the first channels of keys that are the values, 0 if these are others.
+        ends: of each page None, or int64 [B, H] if the page holds the tokens of one head after those of another: the
+            token where each head's own ones end. All heads then share packed tensors and positions, int32 [T]. Only
+            the CPU kernels read such pages.
+        padded: function that returns the same tokens as pages without `ends`, in which heads with fewer tokens have
+            empty places. It copies the packed tensors. None if no page has `ends`.
         alike: numbers of the pages with the same correction, for each of them.
         made: kernel arguments that backends built once, by the backend's name.
         kept: True if the store returns this same object until its packed tokens change.
@@ -96,15 +102,21 @@ class PackedPages:
         heads: int,
         corrections: Sequence[Tensor | None] | None = None,
         shared: int = 0,
+        ends: Sequence[Tensor | None] | None = None,
+        padded: Callable[[], PackedPages | None] | None = None,
     ) -> None:
         self.keys, self.values, self.where, self.maps = tuple(keys), tuple(values), tuple(where), maps
-        self.tokens, self.heads, self.shared = tuple(tokens), heads, shared
+        self.tokens, self.heads, self.shared, self.padded = tuple(tokens), heads, shared, padded
         self.corrections = (None,) * len(self.keys) if corrections is None else tuple(corrections)
         alike: dict[int, list[int]] = {}
         for i, correction in enumerate(self.corrections):
             alike.setdefault(id(correction), []).append(i)
         self.alike = list(alike.values())
-        listed = tuple(place if isinstance(place, Tensor) else None for place in where)
+        self.ends = (None,) * len(self.keys) if ends is None else tuple(ends)
+        listed = tuple(
+            None if not isinstance(place, Tensor) else place if end is None else (place, end)
+            for place, end in zip(self.where, self.ends, strict=True)
+        )
         self.listed = listed if any(place is not None for place in listed) else None
         self.is_mapped = maps[0].keeps_query or any(
             x is not None for of in maps for x in (of.rotation, of.basis, of.mean)
@@ -225,6 +237,8 @@ def composed(
     parts: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `attend` with any implementation of `attend_segments`; maps and merging run in torch."""
+    if pages is not None and pages.padded is not None:
+        pages = pages.padded()
     H = exact[0][0].shape[1] if pages is None else pages.heads
     B, Hq, q, D = query.shape
     assert mask is hidden is None or all(where is not None for *_, where in exact)

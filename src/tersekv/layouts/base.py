@@ -136,20 +136,23 @@ class Layout:
         return chosen | self._select_entries(planes, blocks[:, :, heads])
 
     def select_blocks(self, planes: PackedTensors, index: Tensor) -> PackedTensors:
-        """Return the tensors of blocks `index` (int64 [B, H, n]) of each head, in that order.
+        """Return the tensors of blocks `index` (int64 [B, H, n]) of each head, in that order, see `take_blocks`."""
+        B, H, _ = index.shape
+        N = next(plane.shape[2] for name, plane in planes.items() if self.planes[name].ragged is None)
+        return self.take_blocks(planes, index + torch.arange(B * H, device=index.device).view(B, H, 1) * N)
 
-        The layout must have no shared tensors.
+    def take_blocks(self, planes: PackedTensors, numbers: Tensor) -> PackedTensors:
+        """Return the tensors of any blocks as those of [b, h, n] blocks. The layout must have no shared tensors.
+
+        numbers: int64 [b, h, n], blocks counted in the order batch row, head, block.
         """
-        chosen = {}
-        for name, plane in planes.items():
-            if self.planes[name].ragged is None:
-                own = index.reshape(*index.shape, *(1,) * (plane.dim() - 3)).expand(*index.shape, *plane.shape[3:])
-                chosen[name] = plane.gather(2, own)
+        fixed = {name: plane for name, plane in planes.items() if self.planes[name].ragged is None}
+        B, H, N = next(iter(fixed.values())).shape[:3]
+        head, block = numbers // max(N, 1), numbers % max(N, 1)
+        chosen = {name: plane[head // H, head % H, block] for name, plane in fixed.items()}
         if self.starts is None:
             return chosen
-        B, H, _ = index.shape
-        heads = torch.arange(B * H, device=index.device).view(B, H)
-        return chosen | self._select_entries(planes, index.permute(2, 0, 1) * (B * H) + heads)
+        return chosen | self._select_entries(planes, (block * (B * H) + head).permute(2, 0, 1))
 
     @property
     def moves_tokens(self) -> bool:

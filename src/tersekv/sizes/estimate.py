@@ -43,7 +43,7 @@ def predict(
     piece: tokens per call while the prompt is fed, 0 for one call.
     generated: number of last tokens that are fed one by one.
     scores: importance of the heads, for policies that need it (`LayerPlan`). Without it heads count
-        as equally important, and the result is a lower bound.
+        as equally important, which changes the result by less than a block of exact tokens per head.
 
     For policies that evict tokens the prompt counts as fed in one call. Otherwise attention decides
     which blocks keep slots of evicted tokens. For policies that also evict generated tokens, such

@@ -43,7 +43,7 @@ def _contiguous(x: Tensor | None) -> Tensor | None:
 
 def _first(where: Where) -> int:
     """Return the position of the first token, or of the first bit. Listed positions have none."""
-    return where.first if isinstance(where, Marks) else 0 if isinstance(where, Tensor) else where
+    return where.first if isinstance(where, Marks) else where if isinstance(where, int) else 0
 
 
 def native_pages(pages: PackedPages) -> Any:

@@ -327,6 +327,8 @@ def attend_layer(
         raise NotTaken("attend does not read page tables; use attend_pages")
     _check_interpreter(query)
     sets: dict[int, PageSet | str] = {}
+    if pages is not None and pages.padded is not None:
+        pages = pages.padded()
     if pages is not None:
         if (sets := pages.made.get(NAME, {})) == {}:
             sets = pages.made[NAME] = {
