@@ -124,8 +124,9 @@ def _segment(
     end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
     LATENT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Add tokens `first` to `end` of one segment to the largest score, the sum of weights and the
-    weighted sums of values. column: mask column of the segment's first token."""
+    """Add tokens `first` to `end` of one segment to the largest score, the sums of weights [N, rows]
+    and the weighted sums of values. Weights are added over the tokens of a tile after the last tile,
+    because warps would wait for each other. column: mask column of the segment's first token."""
     N: tl.constexpr = NB * 32
     row_ok = row < R
     head = b.to(tl.int64) * H + h
@@ -163,7 +164,7 @@ def _segment(
         base = tl.where(new == float("-inf"), 0.0, new)
         shrink = tl.exp2(most - base)
         p = tl.exp2(s - (base - SHIFT)[None, :])
-        total = total * shrink + tl.sum(p, axis=0)
+        total = total * shrink[None, :] + p
         grown = ()
         for i in tl.static_range(len(VALUES)):
             if LATENT:
@@ -220,7 +221,7 @@ def attend(
     for i in tl.static_range(len(VALUES)):
         totals = totals + (zeros(ROWS, VALUES, i),)  # type: ignore[assignment]
     most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    total = tl.zeros((N, ROWS), tl.float32)
     if len(FIELDS) > 0:
         last = tl.load(runs + split + 1)
         for run in range(tl.load(runs + split), last):
@@ -249,6 +250,7 @@ def attend(
                 softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[i], HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip
             start += tl.cdiv(T, N) * N
+    total = tl.sum(total, axis=0)
     place = (head.to(tl.int64) * splits + first_split + split) * R + row
     tl.store(lse + place, tl.where(total == 0, float("-inf"), (most - SHIFT) * LN2 + tl.log(total)), mask=row_ok)
     share = 1.0 / tl.where(total == 0, 1.0, total)

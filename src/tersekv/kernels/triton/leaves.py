@@ -155,10 +155,16 @@ class Leaf(NamedTuple):
 _halves = WeakTensorKeyDictionary()
 
 
+ALIGNMENT = 8192
+"""Bytes that divide the address of a copied table. They are not fewer than a table of a trellis has."""
+
+
 def _rounded(x: Tensor) -> Tensor:
-    """Return a table as float16, the same tensor each time."""
+    """Return a table as float16 at a multiple of ALIGNMENT, the same tensor each time."""
     if x not in _halves:
-        _halves[x] = x.half()
+        room = torch.empty(x.numel() + ALIGNMENT // 2, dtype=torch.float16, device=x.device)
+        first = -room.data_ptr() % ALIGNMENT // 2
+        _halves[x] = room[first : first + x.numel()].view(x.shape).copy_(x)
     found: Tensor = _halves[x]
     return found
 

@@ -175,6 +175,16 @@ def tokens_at(leaf, FIRST: tl.constexpr, b, h, n0, i, S: tl.constexpr, LEAF: tl.
     return block_at(leaf, FIRST, b, h, n0, S, LEAF) + at
 
 
+@triton.jit
+def stored_at(leaf, FIRST: tl.constexpr, b, h, n0, i, T, S: tl.constexpr, LEAF: tl.constexpr):
+    """Return the same, but for tokens after the last block pointers into that block. Loads need no mask then, for
+    which the compiler would set registers to 0 first."""
+    i = from_block(n0, i, S, LEAF)
+    last = tl.maximum(T - 1, 0) // S[LEAF][BLOCK] - n0 // S[LEAF][BLOCK]
+    at = tl.minimum(i // S[LEAF][BLOCK], last) * leaf[FIRST + 3] + i % S[LEAF][BLOCK]
+    return block_at(leaf, FIRST, b, h, n0, S, LEAF) + at
+
+
 PAIRS: tl.constexpr = tl.constexpr(7)
 
 DIGITS: tl.constexpr = tl.constexpr(4)
