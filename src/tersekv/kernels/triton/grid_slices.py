@@ -79,8 +79,8 @@ def _looking_up():
     for half, high_bits in ((0, "0x9D8C"), (1, "0xBFAE")):
         lines += [f"prmt.b32 m, $4, v, {high_bits};"]
         for name, words in (("l", low), ("h", high)):
-            for to, (first, second) in (("a", words[:2]), ("b", words[2:])):
-                lines += [f"prmt.b32 {to}, {first}, {second}, s{half};"]
+            for to, (one, other) in (("a", words[:2]), ("b", words[2:])):
+                lines += [f"prmt.b32 {to}, {one}, {other}, s{half};"]
             lines += [f"lop3.b32 {name}{half}, a, b, m, 0xD8;"]
     for first, pick in ((0, "0x5140"), (2, "0x7362")):
         lines += [f"prmt.b32 a, l0, h0, {pick};", f"prmt.b32 b, l1, h1, {pick};"]

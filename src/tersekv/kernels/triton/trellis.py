@@ -32,9 +32,9 @@ STATES: tl.constexpr = tl.constexpr(256)
 """States of the trellis: windows of 8 bits."""
 GATHER: tl.constexpr = tl.constexpr(
     "{ .reg .b64 a; .reg .b32 p; .reg .b16 l, h; "
-    "prmt.b32 p, $1, $2, 0x5410; shr.u32 p, p, $3; lop3.b32 p, p, 510, $5, 0xEA; mov.b64 a, {p, $7}; "
+    "prmt.b32 p, $1, $2, 0x5410; shr.b32 p, p, $3; lop3.b32 p, p, 510, $5, 0xEA; mov.b64 a, {p, $7}; "
     "ld.global.nc.b16 l, [a]; "
-    "prmt.b32 p, $1, $2, 0x7632; shr.u32 p, p, $4; lop3.b32 p, p, 510, $6, 0xEA; mov.b64 a, {p, $8}; "
+    "prmt.b32 p, $1, $2, 0x7632; shr.b32 p, p, $4; lop3.b32 p, p, 510, $6, 0xEA; mov.b64 a, {p, $8}; "
     "ld.global.nc.b16 h, [a]; mov.b32 $0, {l, h}; }"
 )
 """PTX that loads the entries of two tokens from a table of float16, see `tiles.py`. Twice a window is its place in
