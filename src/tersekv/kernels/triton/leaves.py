@@ -8,20 +8,18 @@ that `why_not` returns.
 
 from __future__ import annotations
 
-import math
 import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tersekv.kernels.attend_grid import GridSide
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.lanes import packed_words
+from tersekv.kernels.triton.tables import aligned, first_entry
 
 KIND: tl.constexpr = tl.constexpr(0)
 CHANNELS: tl.constexpr = tl.constexpr(1)
@@ -152,37 +150,6 @@ class Leaf(NamedTuple):
     query: Callable[[Tensor], Tensor] | None = None
     matrix: Callable[[], Tensor] | None = None
     origin: tuple[Any, ...] = ()
-
-
-_halves = WeakTensorKeyDictionary()
-
-
-ALIGNMENT = 8192
-"""Bytes that divide the address of a copied table. No table of a trellis, and no row of a table of
-polar directions, has more."""
-
-
-def _rounded(x: Tensor, shape: Sequence[int] = (), places: Any = ...) -> Tensor:
-    """Return a table as float16 at a multiple of ALIGNMENT, the same tensor each time. With a shape,
-    the table is at `places` of a table of that shape."""
-    if x not in _halves:
-        shape = shape or x.shape
-        room = torch.zeros(math.prod(shape) + ALIGNMENT // 2, dtype=torch.float16, device=x.device)
-        first = -room.data_ptr() % ALIGNMENT // 2
-        _halves[x] = room[first : first + math.prod(shape)].view(shape)
-        _halves[x][places] = x.half()
-    found: Tensor = _halves[x]
-    return found
-
-
-@triton.constexpr_function
-def first_entry(bits, level):
-    """Return the place of a level's first entry in a row of a table of polar directions: a multiple
-    of its number of entries."""
-    end = 0
-    for size in (1 << b for b in bits[: level + 1]):
-        end = -(-end // size) * size + size
-    return end - (1 << bits[level])
 
 
 def identity(x: Tensor | None) -> tuple[Any, ...]:
@@ -316,7 +283,7 @@ class Readable:
             levels = range(len(bits))
             places = [first_entry(bits, level) + i for level in levels for i in range(1 << bits[level])]
             shape = (len(view.directions), power(places[-1] + 1, 1), 2)
-            table = _rounded(view.directions, shape, (slice(None), places)).view(torch.int32).squeeze(-1)
+            table = aligned(view.directions, shape, (slice(None), places)).view(torch.int32).squeeze(-1)
         fields = (*angles, *radii, float(polar.radius_unit), table, table.stride(0) if len(table) > 1 else 0)
         D = polar.head_dim
         return Leaf(_spec(POLAR, D, power(D), view.angles.shape[-1], len(bits), *bits), fields)
@@ -344,9 +311,9 @@ class Readable:
             *self.plane("gains", view.gain, (torch.uint8,), 1),
             *self.plane("bits", view.bits, (torch.uint8,), 1),
             *self.single("a scale", view.scale),
-            *self.plane(
-                "tables", view.tables if self.dry else _rounded(view.tables), (torch.float16, torch.float32), 2
-            )[:1],
+            *self.plane("tables", view.tables if self.dry else aligned(view.tables), (torch.float16, torch.float32), 2)[
+                :1
+            ],
         )
         D, (W, t) = view.head_dim, view.stream.shape[-2:]
         return Leaf(_spec(TRELLIS, D, power(D), t, W), fields)

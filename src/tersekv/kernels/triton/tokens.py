@@ -22,8 +22,8 @@ from tersekv.kernels.triton.leaves import (
     PADDED_CHOSEN,
     PADDED_SKETCH_ROWS,
     SKETCH_ROWS,
-    first_entry,
 )
+from tersekv.kernels.triton.tables import first_entry
 from tersekv.kernels.triton.tiles import (
     INTERPRETED,
     PAIRS,
@@ -135,7 +135,7 @@ def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
 
 # Fields of a polar leaf: angles and radii with strides of batch row, head and block; the radii's
 # unit; cosines and sines of all levels' tables as pairs of float16, int32 [rows, entries] (see
-# `leaves.first_entry`), and the row stride.
+# `tables.first_entry`), and the row stride.
 
 
 @triton.constexpr_function

@@ -38,7 +38,7 @@ GATHER: tl.constexpr = tl.constexpr(
     "ld.global.nc.b16 h, [a]; mov.b32 $0, {l, h}; }"
 )
 """PTX that loads the entries of two tokens from a table of float16, see `tiles.py`. Twice a window is its place in
-bytes. The table is at a multiple of its size (`leaves.py`), so that a place is or-ed to the low half of its address."""
+bytes. The table is at a multiple of its size (`tables.py`), so that a place is or-ed to the low half of its address."""
 UNIT_GAIN: tl.constexpr = tl.constexpr(144)
 GAIN_STEPS: tl.constexpr = tl.constexpr(16)
 GAIN_ROOM: tl.constexpr = tl.constexpr(4.0)
