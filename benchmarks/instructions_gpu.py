@@ -3,7 +3,8 @@
     python benchmarks/instructions_gpu.py [--formats all] [--target sm_80] [--out FILE]
 
 Each format of `tersekv bench attend` is compiled with head dim 128 and 4 query rows per head, in the launch sizes that
-the library takes; latents with 512 channels, 64 rotated ones and 16 heads. Lane-instructions per code are those of the
+the library takes; latents with 512 channels, 64 rotated ones and 16 heads. `-prompt` after a format: 512 query rows
+per head, of which a program has 32. Lane-instructions per code are those of the
 loop, all lanes of all warps, per code of keys and values; a latent has one code for both. The bound is how many times
 as fast as reading bfloat16 at 3.0 TB/s an H100 would be if every scheduler issued an instruction in every cycle. It
 says what cannot win. It does not say what wins: conflicts, waits and few warps cost the rest.
@@ -29,7 +30,11 @@ from tersekv.recipe import Recipe
 from tersekv.versions import package_version
 
 ROWS, DIM, TOKENS = 4, 128, 256
-FORMATS = "grid4,grid3,grid2,turboquant4,qjl256,polar,trellis2,trellis3-centred,nuq4-1%,latents-grid4,latents-trellis3"
+FORMATS = (
+    "grid4,grid3,grid2,turboquant4,qjl256,polar,trellis2,trellis3-centred,nuq4-1%,latents-grid4,latents-trellis3,"
+    "grid4-prompt,turboquant4-prompt,polar-prompt,trellis2-prompt"
+)
+PROMPT, PROMPT_ROWS = "-prompt", 512
 LATENTS = {"latents-grid4": "kivi:bits=4", "latents-trellis3": "trellis:bits=3,calibration=prompt"}
 LATENT, ROTATED, HEADS = 512, 64, 16
 """Channels and heads of DeepSeek-V2-Lite."""
@@ -47,7 +52,9 @@ def measure(names: Sequence[str], target: str) -> list[dict[str, Any]]:
             seen.append((made, options))
 
     stores = {name: latents(LATENTS[name]) for name in names if name in LATENTS}
-    segments = {name: make_segment(name, 2, TOKENS, DIM, 0) for name in names if name not in LATENTS}
+    segments = {
+        name: make_segment(name.removesuffix(PROMPT), 2, TOKENS, DIM, 0) for name in names if name not in LATENTS
+    }
     without_gpu.compile_for(target, noted)
     for name in names:
         if name in LATENTS:
@@ -55,7 +62,7 @@ def measure(names: Sequence[str], target: str) -> list[dict[str, Any]]:
             pages = [Segment(page.keys.inner.operand, page.values.inner.operand, is_page=True) for page in stores[name]]
             launch.attend(query, prepare(pages, latent=True), [None] * len(pages), DIM**-0.5, None)
         else:
-            query = torch.randn(1, 2, ROWS, DIM)
+            query = torch.randn(1, 2, PROMPT_ROWS if name.endswith(PROMPT) else ROWS, DIM)
             launch.attend_packed(query, *segments[name].operands(), None, DIM**-0.5, None)
     return [row(name, target, *one) for name, one in zip(names, seen, strict=True)]
 
@@ -83,8 +90,9 @@ def listed(text: str) -> list[str]:
     if text == "all":
         return [*chosen("all"), *LATENTS]
     names = text.split(",")
-    known = chosen(",".join(name for name in names if name not in LATENTS)) if set(names) - set(LATENTS) else []
-    return [*known, *(name for name in names if name in LATENTS)]
+    if formats := [name.removesuffix(PROMPT) for name in names if name not in LATENTS]:
+        chosen(",".join(formats))  # refuses other names
+    return names
 
 
 def bound(row: dict[str, Any]) -> float:

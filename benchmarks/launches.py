@@ -113,7 +113,7 @@ def attending(recipe: str, pages: int) -> dict[str, Any]:
         launched.clear()
         with Operations() as counted:
             attend_store(store, call)
-    return {"kernels": dict(Counter(launched)), "torch": counted.torch}
+    return {"kernels": dict(Counter(launched)), "torch": counted.torch, "waits": counted.waits}
 
 
 def decoding(recipe: str) -> dict[str, Any]:

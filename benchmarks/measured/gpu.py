@@ -49,6 +49,19 @@ def counts() -> str:
     return markdown(columns, [(names[row["target"]], f"`{row['format']}`", *(row[f] for f in fields)) for row in found])
 
 
+def predicted() -> str:
+    """Return the table of bounds from counts beside what was measured before the last changes."""
+    measured = {row["what"]: row["speedup_bfloat16"] for row in rows("attend_gpu.jsonl")}
+    lines = []
+    for row in rows("instructions_gpu.jsonl"):
+        if row["target"] == "sm_90" and "-" not in row["format"].removesuffix("-centred"):
+            each = row["lane_instructions_per_code"]
+            then = f"{measured[row['format']]:.2f}" if row["format"] in measured else ""
+            lines.append((f"`{row['format']}`", each, f"{20 / each:.1f}", then))
+    columns = "format", "lane-instructions per code", "bound, times as fast as bfloat16", "measured, earlier kernels"
+    return markdown(columns, lines)
+
+
 def page() -> Page:
     """Return the page."""
     attend = rows("attend_gpu.jsonl")[0]
@@ -60,9 +73,9 @@ def page() -> Page:
         "now go to the tensor cores without passing through shared memory, entries of tables are loaded where their "
         "places are, a rotated mean is rotated once per tile, "
         "packing a block of trellis codes takes a tenth of the launches, and prompts are packed in larger parts. "
-        "The new kernels agree with torch on the same GPU, as far as its time went, and were not timed. `tersekv bench "
-        "attend --device cuda --formats all` measures yours in minutes, and `python benchmarks/launch_sizes.py` finds "
-        "its launch sizes: please send the records.",
+        "The kernels as they were then agreed with torch on the same GPU, as far as its time went. Kernels of `polar` "
+        "and `trellis` have changed again and never ran on a GPU. `python benchmarks/launch_sizes.py` finds the launch "
+        "sizes of yours: please send the records.",
         (
             Section(
                 "Attention of one token",
@@ -83,14 +96,31 @@ def page() -> Page:
                 "-r default --prefill-chunk whole --rounds 1 --new-tokens 16 --out FILE",
             ),
             Section(
+                "Predicted from counts, not measured",
+                "Bounds of today's kernels on an H100 that issues an instruction in every cycle. No kernel can be "
+                "faster, and look-ups and waits make it slower. With a GPU, check them in five minutes: `tersekv "
+                "bench attend --device cuda --formats all --seconds 2 --limit 1.2 --out FILE`, and open an issue with "
+                "the file.",
+                predicted(),
+            ),
+            Section(
+                "No package for the kernels hub",
+                "transformers' kernels hub registers a function for attention. It gets what the cache returns, and "
+                "packed keys and values come from our cache. So `tersekv` must be installed anyway, and a package of "
+                "the kernels alone would serve nobody.",
+                "",
+            ),
+            Section(
                 "Counts",
                 "The loop of today's kernels, compiled by Triton 3.8 for three GPUs (head dim 128, 4 query rows per "
-                "head): lane-instructions per code of keys and values, accesses to shared memory and barriers of a "
-                "warp per turn, registers and spilled bytes of a thread, and programs that fit a multiprocessor. An "
-                "H100 that issues in every cycle reads bfloat16 in the time of 20 lane-instructions per code. This is "
-                "a bound, not a speed: the `grid4` of the table above had 6.5, compiled by Triton 3.6, and conflicts "
-                "made it slower than bfloat16. Latents have 512 channels, 64 rotated ones and 16 query rows; one "
-                "code serves as key and value. Their kernels never ran on a GPU.",
+                "head; `-prompt`: 512, of which a program has 32): lane-instructions per code of keys and values, "
+                "accesses to shared memory and barriers of a warp per turn, registers and spilled bytes of a thread, "
+                "and programs that fit a multiprocessor. An H100 that issues in every cycle reads bfloat16 in the "
+                "time of 20 lane-instructions per code. This is a bound, not a speed: the `grid4` of the table above "
+                "had 6.5, compiled by Triton 3.6, and conflicts made it slower than bfloat16. Look-ups of `trellis` "
+                "and `polar` also wait for the L1 cache: about one per code. Look-ups of two codes at once would need "
+                "fewer instructions, but tables of 64 cache lines in place of 1 to 4. Latents have 512 channels, 64 "
+                "rotated ones and 16 query rows; one code serves as key and value. Their kernels never ran on a GPU.",
                 counts(), ["instructions_gpu.jsonl"],
                 "python benchmarks/instructions_gpu.py --target sm_90 --out FILE",
             ),

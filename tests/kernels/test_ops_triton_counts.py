@@ -32,11 +32,12 @@ def test_counts_are_those_of_the_record(tmp_path, target):
         pytest.skip(f"the record is of Triton {recorded}, not {used}")
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     call = [sys.executable, str(ROOT / "benchmarks" / "instructions_gpu.py"), "--target", target]
-    call += ["--formats", "grid4,grid2,turboquant4,trellis2,polar", "--out", str(tmp_path / "counts.jsonl")]
+    call += ["--formats", ",".join(held), "--out", str(tmp_path / "counts.jsonl")]
     done = subprocess.run(call, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = runs.read(tmp_path / "counts.jsonl")
-    assert len(found) == 5
+    assert len(found) == len(held) == 15
     for row in found:
         for name in ("lane_instructions_per_code", "barriers", "stack_bytes", "shared"):
             assert row[name] <= held[row["format"]][name], (row["format"], name, json.dumps(row))
+        assert row["programs"] >= held[row["format"]]["programs"], (row["format"], json.dumps(row))

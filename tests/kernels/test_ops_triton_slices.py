@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 
@@ -61,11 +63,15 @@ def test_which_grids_are_sliced(device):  # noqa: F811
     assert [bits for bits in (2, 3, 4) if sliced(of("keys", bits, 128, **table), 0, 4)] == [4]
 
 
-def run_ptx(text, **registers):
-    """Run straight-line PTX of the few instructions that slices use, on numbers of 32 bits."""
+def run_ptx(text, memory=None, **registers):
+    """Run straight-line PTX of the few instructions that kernels use, on numbers of at most 64 bits. memory:
+    numbers by address."""
     known = dict(registers)
 
     def value(name):
+        if name.startswith("{"):
+            low, high = (known[part.strip()] for part in name.strip("{}").split(","))
+            return low | high << size // 2
         return known[name] if name in known else int(name, 0)
 
     def byte(a, b, nibble):
@@ -78,18 +84,27 @@ def run_ptx(text, **registers):
         return low | high << 16
 
     does = {
-        "mov.b32": lambda a: a, "shr.b32": lambda a, n: a >> n, "shl.b32": lambda a, n: a << n,
-        "and.b32": lambda a, b: a & b, "fma.rn.f16x2": fma,
-        "prmt.b32": lambda a, b, s: sum(byte(a, b, s >> 4 * i & 15) << 8 * i for i in range(4)),
-        "lop3.b32": lambda a, b, c, table: sum(
+        "mov": lambda a: a, "shr": lambda a, n: a >> n, "shl": lambda a, n: a << n,
+        "and": lambda a, b: a & b, "or": lambda a, b: a | b, "fma.rn.f16x2": fma,
+        "mul.rn.f16x2": lambda a, b: fma(a, b, 0x80008000), "ld.global.nc": lambda at: memory[at],
+        "prmt": lambda a, b, s: sum(byte(a, b, s >> 4 * i & 15) << 8 * i for i in range(4)),
+        "lop3": lambda a, b, c, table: sum(
             (table >> ((a >> i & 1) * 4 + (b >> i & 1) * 2 + (c >> i & 1)) & 1) << i for i in range(32)
         ),
     }  # fmt: skip
-    for line in text.strip("{ }").split(";"):
+    for line in text.strip()[1:-1].split(";"):
         name, _, rest = line.strip().partition(" ")
-        if name in does:
-            to, *of = (part.strip() for part in rest.split(","))
-            known[to] = does[name](*map(value, of)) & 0xFFFFFFFF
+        what, _, bits = name.partition(".b")
+        if not name or name.startswith(".reg"):
+            continue
+        size = int(bits or 32)
+        to, *of = (part.strip("[]") for part in re.findall(r"\{[^}]*\}|[^,\s]+", rest))
+        found = does[what](*map(value, of)) & (1 << size) - 1
+        if to.startswith("{"):
+            low, high = (part.strip() for part in to.strip("{}").split(","))
+            known |= {low: found & (1 << size // 2) - 1, high: found >> size // 2}
+        else:
+            known[to] = found
     return known
 
 
@@ -122,3 +137,45 @@ def test_ptx_of_a_table():
         known = run_ptx(_looking_up(), **{"$4": word}, **registers)
         for k in range(4):
             assert halves_of(known[f"${k}"]) == [table[word >> at + 4 * k & 15].item() for at in (0, 16)]
+
+
+HIGH_HALF = 0x7F12
+"""High half of a table's address."""
+
+
+def test_ptx_of_a_trellis():
+    """Windows at any place of two words, for two tokens."""
+    from tersekv.kernels.triton.trellis import GATHER
+
+    random = torch.Generator().manual_seed(0)
+    entries = torch.randint(2**16, (9, 256), generator=random).tolist()
+    start = 0x2A000
+    memory = {HIGH_HALF << 32 | start + 512 * b + 2 * i: x for b, row in enumerate(entries) for i, x in enumerate(row)}
+    for case in torch.randint(2**31, (40, 6), generator=random).tolist():
+        first, second, shifts, bits = case[0], case[1], [x % 16 for x in case[2:4]], [x % 9 for x in case[4:]]
+        registers = {"$1": first, "$2": second, "$3": shifts[0], "$4": shifts[1], "$7": HIGH_HALF, "$8": HIGH_HALF}
+        registers |= {"$5": start | 512 * bits[0], "$6": start | 512 * bits[1]}
+        out = run_ptx(GATHER.value, memory, **registers)["$0"]
+        for token, at in enumerate((0, 16)):
+            words = (first >> at & 0xFFFF) | (second >> at & 0xFFFF) << 16
+            window = words >> shifts[token] + 1 & 255
+            assert out >> at & 0xFFFF == entries[bits[token]][window]
+
+
+@pytest.mark.parametrize("high", [0, 1])
+def test_ptx_of_polar_directions(high):
+    """Half of a pair times cosine and sine."""
+    from tersekv.kernels.triton.tokens import _turning
+
+    directions = torch.randn(16, 2, generator=torch.Generator().manual_seed(high)).half()
+    start, radii = 0x2A040, torch.tensor([0.7, -1.3]).half()
+    memory = {HIGH_HALF << 32 | start + 4 * i: word_of(pair) for i, pair in enumerate(directions)}
+    for i in range(16):
+        registers = {"$1": word_of(radii), "$2": 4 * i, "$3": start, "$4": HIGH_HALF}
+        out = run_ptx(_turning(high), memory, **registers)["$0"]
+        assert halves_of(out) == (radii[high] * directions[i]).tolist()
+
+
+def word_of(pair):
+    low, high = pair.view(torch.uint16).tolist()
+    return low | high << 16

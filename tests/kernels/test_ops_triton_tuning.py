@@ -43,8 +43,10 @@ def test_unknown_gpus_use_the_smallest_program_except_for_grids_and_single_eleme
     from tersekv.kernels.triton.leaves import POLAR, SIGNS
 
     for name in ("sm_80", "sm_89", "sm_100", "gfx942"):
-        for change in ({"has_rope": True}, {"rows": 32}, {"values": ((SIGNS.value, 4),)}):
+        for change in ({"has_rope": True}, {"rows": 32}):
             assert tuning.chosen(key(tuning, architecture=name, **change)) == tuning.LEAST
+        signs = tuning.chosen(key(tuning, architecture=name, keys=((SIGNS.value, 4),), channels=256))
+        assert signs == (tuning.LEAST if name == "gfx942" else tuning.Shape(2, 4, 2))
         polar = tuning.chosen(key(tuning, architecture=name, values=((POLAR.value, 4),)))
         assert polar == (tuning.LEAST if name == "gfx942" else tuning.Shape(2, 4, 1))
         grids = tuning.chosen(key(tuning, architecture=name))

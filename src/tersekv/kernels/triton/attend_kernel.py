@@ -34,7 +34,9 @@ from tersekv.kernels.triton.leaves import (
     FLOAT_FIELD,
     INT32_FIELD,
     INT64_FIELD,
+    KIND,
     PADDED,
+    SPARSE,
 )
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
@@ -118,13 +120,21 @@ def _fields(line, FIELDS: tl.constexpr, PART: tl.constexpr):
     return fields
 
 
+@triton.constexpr_function
+def _adds_later(KEYS, VALUES, LATENT):
+    """Return True if each token of a tile has its own sum of weights, and these are added after the
+    last tile. Warps then wait less often for each other, but kernels of latents and of outliers lack
+    the registers."""
+    return not LATENT and all(leaf[KIND.value] != SPARSE.value for leaf in (*KEYS, *VALUES))
+
+
 @triton.jit
 def _segment(
     most, total, totals, loaded, queries, maps, keys, values, rope, pages, mask, column, b, h, B, H, R, T, row, first,
     end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
     LATENT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
-    """Add tokens `first` to `end` of one segment to the largest score, the sum of weights and the
+    """Add tokens `first` to `end` of one segment to the largest score, the sums of weights and the
     weighted sums of values. column: mask column of the segment's first token."""
     N: tl.constexpr = NB * 32
     row_ok = row < R
@@ -163,7 +173,10 @@ def _segment(
         base = tl.where(new == float("-inf"), 0.0, new)
         shrink = tl.exp2(most - base)
         p = tl.exp2(s - (base - SHIFT)[None, :])
-        total = total * shrink + tl.sum(p, axis=0)
+        if _adds_later(KEYS, VALUES, LATENT):  # noqa: SIM108
+            total = total * shrink[None, :] + p
+        else:
+            total = total * shrink + tl.sum(p, axis=0)
         grown = ()
         for i in tl.static_range(len(VALUES)):
             if LATENT:
@@ -220,7 +233,8 @@ def attend(
     for i in tl.static_range(len(VALUES)):
         totals = totals + (zeros(ROWS, VALUES, i),)  # type: ignore[assignment]
     most = tl.full((ROWS,), float("-inf"), tl.float32)
-    total = tl.zeros((ROWS,), tl.float32)
+    LATER: tl.constexpr = _adds_later(KEYS, VALUES, LATENT)
+    total = tl.zeros((N, ROWS) if LATER else (ROWS,), tl.float32)
     if len(FIELDS) > 0:
         last = tl.load(runs + split + 1)
         for run in range(tl.load(runs + split), last):
@@ -249,6 +263,8 @@ def attend(
                 softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[i], HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip
             start += tl.cdiv(T, N) * N
+    if LATER:
+        total = tl.sum(total, axis=0)
     place = (head.to(tl.int64) * splits + first_split + split) * R + row
     tl.store(lse + place, tl.where(total == 0, float("-inf"), (most - SHIFT) * LN2 + tl.log(total)), mask=row_ok)
     share = 1.0 / tl.where(total == 0, 1.0, total)

@@ -74,12 +74,13 @@ def _looking_up():
     entries. prmt reads eight bytes by the low bits of four codes at once. Bytes of entries 8 to 15
     are taken where a code's high bit, spread over a byte, is set."""
     low, high = (tuple(f"${i + 2 * k}" for k in range(4)) for i in (5, 13))
-    lines = [".reg .b32 w, s, v, m, a, b, l0, h0, l1, h1;"]
-    for half in (0, 1):
-        lines += [f"shr.b32 w, $4, {16 * half};", "and.b32 s, w, 0x7777;", "shl.b32 v, w, 4;"]
-        lines += ["prmt.b32 m, w, v, 0x9D8C;"]
+    lines = [".reg .b32 s0, s1, v, m, a, b, l0, h0, l1, h1;"]
+    lines += ["and.b32 s0, $4, 0x77777777;", "shr.b32 s1, s0, 16;", "shl.b32 v, $4, 4;"]
+    for half, high_bits in ((0, "0x9D8C"), (1, "0xBFAE")):
+        lines += [f"prmt.b32 m, $4, v, {high_bits};"]
         for name, words in (("l", low), ("h", high)):
-            lines += [f"prmt.b32 a, {words[0]}, {words[1]}, s;", f"prmt.b32 b, {words[2]}, {words[3]}, s;"]
+            for to, (one, other) in (("a", words[:2]), ("b", words[2:])):
+                lines += [f"prmt.b32 {to}, {one}, {other}, s{half};"]
             lines += [f"lop3.b32 {name}{half}, a, b, m, 0xD8;"]
     for first, pick in ((0, "0x5140"), (2, "0x7362")):
         lines += [f"prmt.b32 a, l0, h0, {pick};", f"prmt.b32 b, l1, h1, {pick};"]

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 import triton.language as tl
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tersekv.kernels.attend_grid import GridSide
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.lanes import packed_words
+from tersekv.kernels.triton.tables import aligned, first_entry
 
 KIND: tl.constexpr = tl.constexpr(0)
 CHANNELS: tl.constexpr = tl.constexpr(1)
@@ -152,17 +152,6 @@ class Leaf(NamedTuple):
     origin: tuple[Any, ...] = ()
 
 
-_halves = WeakTensorKeyDictionary()
-
-
-def _rounded(x: Tensor) -> Tensor:
-    """Return a table as float16, the same tensor each time."""
-    if x not in _halves:
-        _halves[x] = x.half()
-    found: Tensor = _halves[x]
-    return found
-
-
 def identity(x: Tensor | None) -> tuple[Any, ...]:
     """Return a key that is equal for tensors that share memory, shape and strides."""
     return () if x is None else (x.data_ptr(), *x.shape, *x.stride())
@@ -289,7 +278,12 @@ class Readable:
         polar, bits = view.polar, view.polar.level_bits
         angles = self.plane("angles", view.angles, (torch.uint8,), 2)
         radii = self.plane("radii", view.radii, _HALVES, 2)
-        table = view.tables[0] if self.dry else view.directions
+        table = view.tables[0]
+        if not self.dry:
+            levels = range(len(bits))
+            places = [first_entry(bits, level) + i for level in levels for i in range(1 << bits[level])]
+            shape = (len(view.directions), power(places[-1] + 1, 1), 2)
+            table = aligned(view.directions, shape, (slice(None), places)).view(torch.int32).squeeze(-1)
         fields = (*angles, *radii, float(polar.radius_unit), table, table.stride(0) if len(table) > 1 else 0)
         D = polar.head_dim
         return Leaf(_spec(POLAR, D, power(D), view.angles.shape[-1], len(bits), *bits), fields)
@@ -317,9 +311,9 @@ class Readable:
             *self.plane("gains", view.gain, (torch.uint8,), 1),
             *self.plane("bits", view.bits, (torch.uint8,), 1),
             *self.single("a scale", view.scale),
-            *self.plane(
-                "tables", view.tables if self.dry else _rounded(view.tables), (torch.float16, torch.float32), 2
-            )[:1],
+            *self.plane("tables", view.tables if self.dry else aligned(view.tables), (torch.float16, torch.float32), 2)[
+                :1
+            ],
         )
         D, (W, t) = view.head_dim, view.stream.shape[-2:]
         return Leaf(_spec(TRELLIS, D, power(D), t, W), fields)

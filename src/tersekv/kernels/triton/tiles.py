@@ -80,18 +80,6 @@ def entries_at(table, places):
 
 
 @triton.jit
-def pairs_at(table, places):
-    """Return both numbers of pairs of a table float32, in the layout of places int32."""
-    if INTERPRETED or not is_cuda():
-        return tl.load(table + 2 * places), tl.load(table + 2 * places + 1)
-    else:
-        return tl.inline_asm_elementwise(
-            "{ .reg .b64 a; mad.wide.u32 a, $2, 8, $3; ld.global.nc.v2.f32 {$0, $1}, [a]; }",
-            "=f,=f,r,l", [places, table.to(tl.int64)], (tl.float32, tl.float32), True, 1,
-        )  # fmt: skip
-
-
-@triton.jit
 def _pairs(words, BITS: tl.constexpr):
     """Return the 16 pairs of codes of a unit as a tuple; each code is in bits 10 − BITS to 9 of its
     half of an int32."""
@@ -172,6 +160,16 @@ def tokens_at(leaf, FIRST: tl.constexpr, b, h, n0, i, S: tl.constexpr, LEAF: tl.
     """Return pointers to tokens n0 + i in a tensor whose last axis is tokens."""
     i = from_block(n0, i, S, LEAF)
     at = (i // S[LEAF][BLOCK]) * leaf[FIRST + 3] + i % S[LEAF][BLOCK]
+    return block_at(leaf, FIRST, b, h, n0, S, LEAF) + at
+
+
+@triton.jit
+def stored_at(leaf, FIRST: tl.constexpr, b, h, n0, i, T, S: tl.constexpr, LEAF: tl.constexpr):
+    """Return the same, but for tokens after the last block pointers into that block. Loads need no mask then, for
+    which the compiler would set registers to 0 first."""
+    i = from_block(n0, i, S, LEAF)
+    last = tl.maximum(T - 1, 0) // S[LEAF][BLOCK] - n0 // S[LEAF][BLOCK]
+    at = tl.minimum(i // S[LEAF][BLOCK], last) * leaf[FIRST + 3] + i % S[LEAF][BLOCK]
     return block_at(leaf, FIRST, b, h, n0, S, LEAF) + at
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from tersekv.kernels.triton.leaves import BLOCK, CHANNELS, PADDED, STREAM_WORDS
-from tersekv.kernels.triton.tiles import INTERPRETED, head_at, largest, product, tokens_at
+from tersekv.kernels.triton.tiles import INTERPRETED, head_at, largest, product, stored_at, tokens_at
 
 # Fields of a leaf: stream and gains with strides of batch row, head and block; bits and scales with
 # strides of batch row, head and component; tables.
@@ -32,15 +32,17 @@ STATES: tl.constexpr = tl.constexpr(256)
 """States of the trellis: windows of 8 bits."""
 GATHER: tl.constexpr = tl.constexpr(
     "{ .reg .b64 a; .reg .b32 p; .reg .b16 l, h; "
-    "prmt.b32 p, $1, $2, 0x5410; shr.u32 p, p, $3; lop3.b32 p, p, 510, $5, 0xEA; "
-    "cvt.u64.u32 a, p; add.u64 a, a, $7; ld.global.nc.b16 l, [a]; "
-    "prmt.b32 p, $1, $2, 0x7632; shr.u32 p, p, $4; lop3.b32 p, p, 510, $6, 0xEA; "
-    "cvt.u64.u32 a, p; add.u64 a, a, $8; ld.global.nc.b16 h, [a]; mov.b32 $0, {l, h}; }"
+    "prmt.b32 p, $1, $2, 0x5410; shr.b32 p, p, $3; lop3.b32 p, p, 510, $5, 0xEA; mov.b64 a, {p, $7}; "
+    "ld.global.nc.b16 l, [a]; "
+    "prmt.b32 p, $1, $2, 0x7632; shr.b32 p, p, $4; lop3.b32 p, p, 510, $6, 0xEA; mov.b64 a, {p, $8}; "
+    "ld.global.nc.b16 h, [a]; mov.b32 $0, {l, h}; }"
 )
 """PTX that loads the entries of two tokens from a table of float16, see `tiles.py`. Twice a window is its place in
-bytes."""
+bytes. The table is at a multiple of its size (`tables.py`), so that a place is or-ed to the low half of its address."""
 UNIT_GAIN: tl.constexpr = tl.constexpr(144)
 GAIN_STEPS: tl.constexpr = tl.constexpr(16)
+GAIN_ROOM: tl.constexpr = tl.constexpr(4.0)
+"""Divisor of gains, which are below 2^7. Weights are at most 2^10, so that their products fit float16."""
 
 
 @triton.jit
@@ -74,18 +76,19 @@ def _entries(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.const
         low = before >> 4
         high = (low + 1) % WORDS
         i = tl.arange(0, N)[:, None]
-        ok = (n0 + i < T) & inside[None, :]
-        words = tokens_at(leaf, STREAM, b, h, n0, i, S, LEAF)
-        first = tl.load(words + low[None, :] * S[LEAF][BLOCK], mask=ok, other=0)
-        second = tl.load(words + high[None, :] * S[LEAF][BLOCK], mask=ok, other=0)
+        words = stored_at(leaf, STREAM, b, h, n0, i, T, S, LEAF)
+        first = tl.load(words + low[None, :] * S[LEAF][BLOCK])
+        second = tl.load(words + high[None, :] * S[LEAF][BLOCK])
         shift, row = (before & 15)[None, :], (bits * (2 * STATES))[None, :]
         if INTERPRETED or not is_cuda():
             pair = (first.to(tl.int32) & 0xFFFF) | (second.to(tl.int32) << 16)
             return tl.load(leaf[TABLES] + ((((pair >> shift) & (2 * STATES - 2)) | row) >> 1))
         else:
             table = leaf[TABLES].to(tl.int64)
+            row |= table.to(tl.int32)
+            high = (table >> 32).to(tl.int32)
             return tl.inline_asm_elementwise(
-                GATHER, "=r,r,r,r,r,r,r,l,l", [first, second, shift, row, table], tl.float16, True, 2
+                GATHER, "=r,r,r,r,r,r,r,r,r", [first, second, shift, row, high], tl.float16, True, 2
             )
 
 
@@ -122,8 +125,8 @@ def trellis_scores(loaded, q):
 def trellis_sums(loaded, p):
     """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
     x, scales, gains = loaded
-    most = largest(gains)
-    return product(tl.trans(x), (p * (gains / most)[:, None]).to(tl.float16)) * (scales * most)[:, None]
+    weights = p * (gains * (1.0 / GAIN_ROOM))[:, None]
+    return product(tl.trans(x), weights.to(tl.float16)) * (scales * GAIN_ROOM)[:, None]
 
 
 @triton.jit

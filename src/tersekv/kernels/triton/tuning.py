@@ -2,9 +2,10 @@
 
 The derived choices for sm_90 (H100, H200) follow from the compiled code. With these tiles a
 multiprocessor's shared memory has room for one program, in most cases for two. On other GPUs grids
-take these tiles, too: they need 25 to 52 KiB, and a third of the instructions per code. All other
-layouts take the smallest size there, which fits 64 KiB. If a kernel still does not fit, `shrink`
-makes its tiles smaller. `TABLE` is for choices measured by `benchmarks/launch_sizes.py`; it has none yet.
+take these tiles, too: they need 25 to 52 KiB, and a third of the instructions per code. Signs take
+64 tokens there, in 41 KiB and with half of the instructions. All other layouts take the smallest
+size there, which fits 64 KiB. If a kernel still does not fit, `shrink` makes its tiles smaller.
+`TABLE` is for choices measured by `benchmarks/launch_sizes.py`; it has none yet.
 """
 
 from __future__ import annotations
@@ -145,14 +146,16 @@ def chosen(key: Key) -> Shape:
     small, signs = key.rows > 16 or bool(kinds & SMALL), constants.SIGNS.value in kinds
     if key.channels > WIDE:
         return LEAST._replace(warps=8) if small or signs else LEAST
-    large = key.rows > 16 or key.has_rope or signs or constants.ROTATED_MEAN.value in kinds
+    large = key.rows > 16 or key.has_rope or constants.ROTATED_MEAN.value in kinds
     if key.architecture not in HOPPER and (large or key.architecture.startswith("gfx")):
         return LEAST
     blocks = TILES[small, key.has_rope] // (32 * key.channels)
     if not blocks:
         return LEAST
     # decoding element by element is bound by instructions: words that wait in shared memory only cost programs
-    return Shape(min(blocks, 2), 4, 1) if kinds & SMALL else Shape(min(blocks, 2 if small else 4), 4, 2)
+    if kinds & SMALL:
+        return Shape(min(blocks, 2), 4, 1)
+    return Shape(min(blocks, 2 if small or (signs and key.architecture not in HOPPER) else 4), 4, 2)
 
 
 def most_matrix(architecture: str) -> int:

@@ -1,0 +1,42 @@
+"""Tables that kernels look entries up in: float16, at addresses to which places are or-ed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+_halves = WeakTensorKeyDictionary()
+
+
+ALIGNMENT = 8192
+"""Bytes that divide the address of a copied table. No table of a trellis, and no row of a table of
+polar directions, has more."""
+
+
+def aligned(x: Tensor, shape: Sequence[int] = (), places: Any = ...) -> Tensor:
+    """Return a table as float16 at a multiple of ALIGNMENT, the same tensor each time. With a shape,
+    the table is at `places` of a table of that shape."""
+    if x not in _halves:
+        shape = shape or x.shape
+        room = torch.zeros(math.prod(shape) + ALIGNMENT // 2, dtype=torch.float16, device=x.device)
+        first = -room.data_ptr() % ALIGNMENT // 2
+        _halves[x] = room[first : first + math.prod(shape)].view(shape)
+        _halves[x][places] = x.half()
+    found: Tensor = _halves[x]
+    return found
+
+
+@triton.constexpr_function
+def first_entry(bits, level):
+    """Return the place of a level's first entry in a row of a table of polar directions: a multiple
+    of its number of entries."""
+    end = 0
+    for size in (1 << b for b in bits[: level + 1]):
+        end = -(-end // size) * size + size
+    return end - (1 << bits[level])
