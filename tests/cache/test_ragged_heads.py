@@ -138,6 +138,17 @@ def test_copies_rows_and_files(recipe):
     assert store.packed_tokens == 0
 
 
+def test_rows_without_blocks_are_saved_too():
+    store = fed("headkv:budget=0.4,recent=16+kivi:bits=4", [100], [0, 64])
+    assert store.packed_tokens
+    store.select(torch.tensor([1]))
+    expected, _ = attended(store)
+    again = empty(store)
+    again.restore(store.state())
+    assert store.packed_tokens == 0
+    assert torch.equal(attended(again)[0], expected)
+
+
 def test_states_that_contradict_themselves():
     store = fed("headkv:budget=0.4,recent=16+kivi:bits=4", PROMPT)
     for change, words in (

@@ -185,7 +185,8 @@ class Slots(Stateful):
             return
         index, there = self.index(unit=self.unit)
         self.held = {name: x[index[rows][there[rows]]] for name, x in self.held.items()}
-        self.counts = [torch.stack([*self.counts]).sum(0)[rows]] if self.counts else []
+        counts = torch.stack([*self.counts]).sum(0)[rows] if self.counts else torch.zeros(0)
+        self.counts = [counts] if bool(counts.any()) else []  # there is no page without blocks
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`."""
