@@ -186,7 +186,7 @@ class Slots(Stateful):
         index, there = self.index(unit=self.unit)
         self.held = {name: x[index[rows][there[rows]]] for name, x in self.held.items()}
         counts = torch.stack([*self.counts]).sum(0)[rows] if self.counts else torch.zeros(0)
-        self.counts = [counts] if bool(counts.any()) else []  # there is no page without blocks
+        self.counts = [counts] if bool(counts.any()) else []  # a page holds a block or more
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -14,7 +14,7 @@ from tersekv.cache.schema import flag, require
 from tersekv.cache.slots import POSITIONS, Slots, in_front
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.codecs import Codec
-from tersekv.layouts.base import Concat, Mapped, View
+from tersekv.layouts.base import Concat, Mapped, PackedTensors, View
 from tersekv.tensors import gathered
 from tersekv.transforms.marked_angles import MarkedAngles
 from tersekv.transforms.rope import Angles
@@ -131,10 +131,25 @@ class Tier(Stateful):
         first = self.slots.small_pages(int(blocks.sum()))
         _, kept = self.slots.index(first)
         new = torch.arange(positions.shape[2] // self.block, device=blocks.device) < blocks.unsqueeze(-1)
-        for side, (planes, lost) in zip(self.sides, encoded, strict=True):
+        planes = [side.packed.layout.join(parts) for side, (parts, _) in zip(self.sides, encoded, strict=True)]
+        for side, (_, lost) in zip(self.sides, encoded, strict=True):
             side.lost = lost
-            side.replace(first, torch.cat([kept, new], dim=2), side.packed.layout.join(planes))
-        self.slots.replace(first, torch.cat([kept, new], dim=2), {POSITIONS: positions, **fields})
+        self._replace(first, torch.cat([kept, new], dim=2), planes, {POSITIONS: positions, **fields})
+
+    def _replace(
+        self,
+        first: int,
+        kept: Tensor,
+        planes: Sequence[PackedTensors] | None = None,
+        slots: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Make one page of the pages from number `first` on and of new blocks, see `PackedSide.replace`.
+
+        planes: new packed tensors of each side. slots: their positions and fields.
+        """
+        for side, new in zip(self.sides, planes or (None,) * len(self.sides), strict=True):
+            side.replace(first, kept, new)
+        self.slots.replace(first, kept, slots)
 
     def keep(self, alive: Tensor) -> None:
         """Empty all slots except those in the mask `alive` [B, H, n]."""
@@ -178,9 +193,7 @@ class Tier(Stateful):
             kept = torch.cat([torch.zeros_like(there), own], dim=2)
             new = {name: x.gather(2, order) for name, x in self.slots.fields.items()}
             new[POSITIONS] = self.slots.positions.gather(2, order).masked_fill(~taken, -1)
-            for side, moved in zip(self.sides, planes, strict=True):
-                side.replace(0, kept, moved)
-            self.slots.replace(0, kept, new)
+            self._replace(0, kept, planes, new)
             return
         for side, moved in zip(self.sides, planes, strict=True):
             side.packed.hold(moved)
@@ -200,9 +213,7 @@ class Tier(Stateful):
         order = sums.masked_fill(~filled, -torch.inf).argsort(dim=-1, descending=True, stable=True)
         kept = order.argsort(dim=-1) < room.unsqueeze(-1)
         if self.ragged:
-            for side in self.sides:
-                side.replace(0, kept)
-            self.slots.replace(0, kept)
+            self._replace(0, kept)
             return
         index = in_front(kept)
         for side in self.sides:

@@ -103,7 +103,7 @@ def _launch(query: Tensor, groups: Sequence[Group], *call: Any) -> tuple[Tensor,
     A kernel that does not fit the GPU is compiled again in smaller sizes.
 
     Raises:
-        NotTaken: the kernel does not fit the GPU in its smallest size.
+        NotTaken: the kernel's smallest size does not fit the GPU.
     """
     while True:
         try:

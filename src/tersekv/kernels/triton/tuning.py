@@ -2,9 +2,9 @@
 
 The derived choices for sm_90 (H100, H200) follow from the compiled code. With these tiles a
 multiprocessor's shared memory has room for one program, in most cases for two. On other GPUs grids
-take these tiles, too: they need 25 to 52 KiB, and a third of the instructions per code. Signs take
-64 tokens there, in 41 KiB and with half of the instructions. All other layouts take the smallest
-size there, which fits 64 KiB. If a kernel still does not fit, `shrink` makes its tiles smaller.
+take these tiles, too: they need 25 to 52 KiB, and a third of the instructions per code. Signs have
+tiles of 64 tokens there: they need 41 KiB, and half of the instructions. All other layouts have the
+smallest size there, which fits 64 KiB. If a kernel still does not fit, `shrink` makes its tiles smaller.
 `TABLE` is for choices measured by `benchmarks/launch_sizes.py`; it has none yet.
 """
 
