@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from tersekv.layouts.base import PackedTensors, Sum
 from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.recipe import Recipe
-from tersekv.transforms.rope import standard_rope
+from tersekv.transforms.rope import Rope, standard_rope
 
 # Recipe that packs both sides, by format name. Rotating the query is not timed. "-prerope" applies
 # RoPE to decoded keys. "-centred" adds the keys' constant part, rotated by RoPE, as attention with
@@ -52,7 +53,7 @@ class Packer(NamedTuple):
         """Return the kernel's operand for these tensors."""
         view = self.codec.view(self.planes, self.head_dim).inner
         if self.rope:
-            rope = standard_rope(self.head_dim)
+            rope = _rope(self.head_dim)
             plane = next(iter(self.planes.values()))
             tokens = plane.shape[2] * self.codec.layout(self.head_dim).block_tokens
             angles = rope.angles(0, tokens, device=plane.device)
@@ -71,6 +72,12 @@ class Packer(NamedTuple):
     def bytes(self) -> int:
         """Size of all packed tensors."""
         return sum(plane.numel() * plane.element_size() for plane in self.planes.values())
+
+
+@functools.cache
+def _rope(head_dim: int) -> Rope:
+    """Return the RoPE of all copies. As in a model, its tables are made once and not at the first call of each."""
+    return standard_rope(head_dim)
 
 
 class PackedPair(NamedTuple):
