@@ -8,7 +8,13 @@ from measured.base import Page, Row, Section, cpu, rows, span
 from measured.speed import THREE_BITS
 from recorded import markdown
 
-FILES = ("bench_attend_zen5.jsonl", "bench_attend.jsonl", "bench_attend_avx2.jsonl", "bench_shapes.jsonl", "bench_outliers.jsonl")
+FILES = (
+    "bench_attend_zen5.jsonl",
+    "bench_attend.jsonl",
+    "bench_attend_avx2.jsonl",
+    "bench_shapes.jsonl",
+    "bench_outliers.jsonl",
+)
 
 
 def attention_rows() -> Iterable[tuple[Row, float]]:
@@ -33,11 +39,12 @@ def attention() -> str:
 
 
 def reading() -> str:
-    """Return how long formats take beside reading their bytes, at most tokens and in one thread."""
+    """Return times of formats in multiples of the time to read their bytes."""
     found = [
         (row["read_gb_per_s"] / row["gb_per_s"], row["what"])
         for row in rows("bench_attend_zen5.jsonl")
-        if (row["shape"], row["T"], row["threads"]) == ("32/8/128", 32768, 1) and "bfloat" not in row["what"]
+        if (row["shape"], row["T"], row["threads"]) == ("32/8/128", 32768, 1)
+        and "bfloat" not in row["what"]
         and "float32" not in row["what"]
     ]
     return ", ".join(f"`{what}` {ratio:.1f}" for ratio, what in sorted(found))
@@ -136,8 +143,8 @@ def page() -> Page:
                 "column compares. `grid4` is KIVI's layout with 4 bits, `qjl256` sketches of 256 rows and 4-bit "
                 "values, `nuq4-1%` KVQuant with 1 % outliers, `trellis2-centred` keys without their mean, as the "
                 "presets have them. The dense product is bound by memory and the kernels by products, so ratios "
-                f"depend on free bandwidth. One thread of Zen 5 at 32/8/128 and 32,768 tokens takes {reading()} times as "
-                "long as it would take to read the packed bytes.\n\n![Attention of one token over 32,768 tokens]"
+                f"depend on free bandwidth. Times in multiples of the time to read the packed bytes, one thread of Zen "
+                f"5, 32/8/128, 32,768 tokens: {reading()}.\n\n![Attention of one token over 32,768 tokens]"
                 "(kernels.svg)",
                 attention(), FILES,
                 "tersekv bench attend --tokens 1k,8k,32k --heads 32/8/128,9/3/64 --threads 1,2 --out FILE",

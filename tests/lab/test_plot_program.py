@@ -25,7 +25,7 @@ from tersekv.sizes.estimate import predict
 from test_cli import refuse, run_json
 
 RECORDS = Path(__file__).resolve().parents[2] / "benchmarks" / "records"
-ATTEND, EARLIER = RECORDS / "attend.jsonl", RECORDS / "generate.jsonl"
+ATTEND, EARLIER = RECORDS / "bench_attend_zen5.jsonl", RECORDS / "generate.jsonl"
 SVG = b"<svg"
 QUESTIONS = "".join(json.dumps({"question_id": i, "turns": [f"Why {i}?", "And?"]}) + "\n" for i in (7, 8))
 
@@ -134,7 +134,7 @@ def test_every_kind_is_found_and_has_a_title() -> None:
         (("speed", "{r}/records.jsonl", "-o", "{t}/x.png"), "is not a timing of attention (it is of 'perplexity')"),
         (("speed", "{t}/empty.jsonl", "-o", "{t}/x.png"), "is empty"),
         (("speed", "-o", "{t}/x.png"), "no records were given"),
-        (("growth", "{a}", "-o", "{t}/x.png"), "is not a step of a stream (it is of 'tersekv'): `tersekv plot speed"),
+        (("growth", "{a}", "-o", "{t}/x.png"), "is not a step of a stream (it is of 'grid4'): `tersekv plot speed"),
         (("growth", "-o", "{t}/x.png"), "give a file like benchmarks/records/subgen.jsonl"),
         (("memory", "{r}", "-r", "kivi", "-o", "{t}/x.png"), "give one of them"),
         (("memory", "{r}", "--tokens", "4k", "-o", "{t}/x.png"), "is only used for a prediction"),

@@ -70,18 +70,13 @@ def read_timings(paths: Sequence[Path]) -> list[Timing]:
 def _names(keys: Sequence[tuple[Any, ...]]) -> dict[tuple[Any, ...], str]:
     """Return the legend text of each key (what, bits, shape, tokens, threads).
 
-    A format is one line, although its bits may vary with shape and length. In older records one
-    name may mean several formats; only then does the text tell their bits apart.
+    A format is one line, although its bits may vary with shape and length.
     """
     names = {}
-    for what in dict.fromkeys(key[0] for key in keys):
-        own = [key for key in keys if key[0] == what]
-        several = len({key[2:] for key in own}) < len(own)
-        bits = sorted({key[1] for key in own if key[1] is not None})
-        for key in own:
-            of = [key[1]] if several and key[1] is not None else bits
-            names[key] = f"{what}, {_range(of)} bits" if of else what
-    return names
+    for what, *_ in keys:
+        bits = sorted({key[1] for key in keys if key[0] == what and key[1] is not None})
+        names[what] = f"{what}, {_range(bits)} bits" if bits else what
+    return {key: names[key[0]] for key in keys}
 
 
 def _range(bits: Sequence[float]) -> str:
