@@ -65,8 +65,8 @@ def page() -> Page:
         "Presets and retrieval",
         "`default` and `safe` beside `kivi:bits=4` on three models, five texts and three lengths; passkeys and "
         "needles.",
-        "Presets are rules: `trellis` chooses the codec of each layer by its shape, so on Gemma 3, with heads of 256 "
-        "channels, both are coded as `kivi:bits=4`.",
+        "Presets are rules: `trellis` chooses the codec of each layer by its shape. On Gemma 3, with heads of 256 "
+        "channels, both are `kivi:bits=4`, but in layers that hold 4,096 tokens and more `trellis` with 4 bits.",
         (
             Section(
                 "Presets on three models",
