@@ -142,7 +142,7 @@ def query_slices(q, most, rows, row_ok, S: tl.constexpr, LEAF: tl.constexpr):
     for i in tl.static_range(16 // B):
         channel = _column(j, B, i)
         x = tl.load(rows[None, :] + channel, mask=row_ok[None, :] & (channel < S[LEAF][CHANNELS]), other=0.0)
-        slices = slices + ((x / most).to(tl.float16),)  # type: ignore[assignment]
+        slices = slices + ((x.to(tl.float32) / most).to(tl.float16),)  # type: ignore[assignment]
     return slices
 
 

@@ -76,13 +76,13 @@ def _query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.c
     by a power of two near each row's largest element. Also return these powers."""
     channel, inside = _met(S, LEAF)
     ok = row_ok[None, :] & inside[:, None]
-    q = tl.load(rows[None, :] + channel[:, None], mask=ok, other=0.0)
+    q = tl.load(rows[None, :] + channel[:, None], mask=ok, other=0.0).to(tl.float32)
     most = tl.max(tl.abs(q), axis=0)[None, :]
     across = q
     if ROPED:
         partner = tl.load(pairs + 4 * (S[LEAF][FIRST] + channel) + 1, mask=inside, other=0)
         sign = tl.load(pairs + 4 * (S[LEAF][FIRST] + channel) + 3, mask=inside, other=0)
-        across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
+        across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0).to(tl.float32)
         across *= sign.to(tl.float32)[:, None]
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
     most = 2.0 * power_of_two(most)  # factor 2, so that no element exceeds 1
