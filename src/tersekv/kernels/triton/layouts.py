@@ -98,7 +98,7 @@ def leaf_query(
     if S[LEAF][KIND] == SPARSE or (S[LEAF][KIND] == SKETCH and not ROPED):
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
-    elif S[LEAF][KIND] == GRID and not ROPED and not LATENT and sliced(S, LEAF, S[LEAF][PADDED] // 32):
+    elif S[LEAF][KIND] == GRID and not ROPED and not LATENT and sliced(S, LEAF):
         q, _, most = _query(rows, row_ok, pairs, ROPED, S, LEAF)
         return query_slices(q, most, rows, row_ok, S, LEAF), most, most
     else:
@@ -194,7 +194,7 @@ def scores(
     elif ROPED:
         x = _decoded(leaf, map, b, h, n0, T, S, LEAF, NB)
         return _roped_scores(x, q, across, rope, b, h, n0, T, S, LEAF, NB * 32, ROPED) * most
-    elif S[LEAF][KIND] == GRID and sliced(S, LEAF, S[LEAF][PADDED] // 32):
+    elif S[LEAF][KIND] == GRID and sliced(S, LEAF):
         return load_keys_slices(leaf, q, b, h, n0, T, S, LEAF, NB) * most
     elif S[LEAF][KIND] == GRID:
         return load_keys_grid(leaf, q, b, h, n0, T, S, LEAF, NB) * most
@@ -215,7 +215,7 @@ def scores(
 @triton.jit
 def sums(leaf, p, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Σ p·v̂ [channels, rows] of one leaf of the values, weights p float32 [32·NB, rows]."""
-    if S[LEAF][KIND] == GRID and sliced(S, LEAF, NB):
+    if S[LEAF][KIND] == GRID and sliced(S, LEAF):
         return load_values_slices(leaf, p, b, h, n0, T, S, LEAF, NB)
     elif S[LEAF][KIND] == GRID:
         return load_values_grid(leaf, p, b, h, n0, T, S, LEAF, NB)
