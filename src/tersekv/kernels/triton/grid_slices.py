@@ -36,14 +36,14 @@ from tersekv.kernels.triton.leaves import (
     WIDE,
     WORDS,
 )
-from tersekv.kernels.triton.tiles import INTERPRETED, block_at, from_block, largest, power_of_two, product
+from tersekv.kernels.triton.tiles import INTERPRETED, block_at, from_block, largest, once, power_of_two, product
 
 
 @triton.constexpr_function
 def sliced(S, LEAF):
     """Return True if a grid's codes are read by slices."""
     spec = S[LEAF]
-    bits = (2, 4) if spec[IS_INTEGER] else (4,)
+    bits = (2, 4, 8) if spec[IS_INTEGER] else (4,)
     return spec[BITS] in bits and spec[SCALES] != TO_ELEMENTS.value and not spec[HAS_FACTOR]
 
 
@@ -68,14 +68,15 @@ def _joined(slices):
     G: tl.constexpr = slices[0].shape[0]
     L: tl.constexpr = slices[0].shape[1]
     W: tl.constexpr = slices[0].shape[2]
-    fours = ()
-    for i in tl.static_range(len(slices) // 4):
-        two, other = tl.join(slices[4 * i], slices[4 * i + 1]), tl.join(slices[4 * i + 2], slices[4 * i + 3])
-        fours = fours + (tl.join(two, other),)  # type: ignore[assignment]
-    if len(slices) == 4:
-        x = tl.permute(fours[0], (0, 1, 4, 3, 2))  # type: ignore[misc]
+    if len(slices) == 2:
+        x = tl.permute(tl.join(slices[0], slices[1]), (0, 1, 3, 2))
+    elif len(slices) == 4:
+        two, other = tl.join(slices[0], slices[1]), tl.join(slices[2], slices[3])
+        x = tl.permute(tl.join(two, other), (0, 1, 4, 3, 2))
     else:
-        x = tl.permute(tl.join(fours[0], fours[1]), (0, 1, 5, 4, 3, 2))  # type: ignore[misc]
+        four = tl.join(tl.join(slices[0], slices[1]), tl.join(slices[2], slices[3]))
+        other = tl.join(tl.join(slices[4], slices[5]), tl.join(slices[6], slices[7]))
+        x = tl.permute(tl.join(four, other), (0, 1, 5, 4, 3, 2))
     x = tl.reshape(x, (G, L, len(slices) * W))
     low = x.to(tl.int16).to(tl.float16, bitcast=True)
     x = tl.join(low, (x >> 16).to(tl.int16).to(tl.float16, bitcast=True))
@@ -255,12 +256,22 @@ def _by_column(p, NB: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
+def _by_token(s, NB: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """Inverse of `_by_column`."""
+    R: tl.constexpr = s.shape[1]
+    B: tl.constexpr = S[LEAF][BITS]
+    if S[LEAF][IS_INTEGER]:
+        x = tl.permute(tl.reshape(s, (16 // B, NB * B, 2, R)), (1, 0, 2, 3))
+    else:
+        x = tl.permute(tl.reshape(s, (2, 2, NB * B, 2, R)), (2, 1, 3, 0, 4))
+    return tl.reshape(x, (32 * NB, R))
+
+
+@triton.jit
+def _value_columns(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Load values by columns, float16 [channel groups, 32, columns]."""
     G: tl.constexpr = S[LEAF][PADDED] // 32
     B: tl.constexpr = S[LEAF][BITS]
-    N: tl.constexpr = NB * 32
-    R: tl.constexpr = p.shape[1]
     word = tl.arange(0, B * NB)[None, :, None]
     c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, None, :]
     i = word // B * 32
@@ -268,7 +279,16 @@ def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
     at = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (B * 16)
     at += (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + word % B * 16
     x = _words(leaf, b, h, n0, at, (c < S[LEAF][CHANNELS]) & (n0 + i < T), S, LEAF)
-    x = _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
+    return _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
+
+
+@triton.jit
+def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
+    G: tl.constexpr = S[LEAF][PADDED] // 32
+    N: tl.constexpr = NB * 32
+    R: tl.constexpr = p.shape[1]
+    x = _value_columns(leaf, b, h, n0, T, S, LEAF, NB)
     token = tl.arange(0, N)
     column, unit = _column(token, N, S, LEAF)
     if S[LEAF][SCALES] == TO_PRODUCT:
@@ -296,3 +316,39 @@ def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
             offset = stored_plane(leaf, OFFSET, b, h, n0, token[None, :], channel, ok, S, LEAF)
             out += _offsets(offset, p)[:, None, :]
         return tl.reshape(out, (32 * G, R))
+
+
+@triton.jit
+def load_latent_slices(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Decode values that are keys, too: float16 [channels, columns], and the power of two that divides them."""
+    G: tl.constexpr = S[LEAF][PADDED] // 32
+    x = _value_columns(leaf, b, h, n0, T, S, LEAF, NB)
+    column, unit = _column(tl.arange(0, NB * 32)[None, :], NB * 32, S, LEAF)
+    channel = 32 * tl.arange(0, G)[:, None]
+    ok = (n0 + column < T) & (channel < S[LEAF][CHANNELS])
+    scale = plane(leaf, SCALE, b, h, n0, column, channel, ok, S, LEAF)
+    MOST: tl.constexpr = 1 << S[LEAF][BITS] if S[LEAF][IS_INTEGER] else 1
+    most = largest(scale) * MOST
+    if S[LEAF][IS_INTEGER]:
+        x *= 32768.0  # 2^15, the largest power of two
+        scale *= 512.0 / unit
+    if S[LEAF][HAS_OFFSET]:
+        offset = plane(leaf, OFFSET, b, h, n0, column, channel, ok, S, LEAF)
+        most = tl.maximum(most, largest(offset))
+        x = x * (scale * (1.0 / most)).to(tl.float16)[:, None, :] + (offset * (1.0 / most)).to(tl.float16)[:, None, :]
+    else:
+        x *= (scale * (1.0 / most)).to(tl.float16)[:, None, :]
+    return tl.reshape(once(x), (32 * G, NB * 32)), most
+
+
+@triton.jit
+def latent_slices_scores(loaded, q, S: tl.constexpr, LEAF: tl.constexpr):
+    """Scores [tokens, rows] of q float32 [channels, rows], whose elements are at most 1."""
+    s = product(tl.trans(loaded[0]), q.to(tl.float16)) * loaded[1]
+    return _by_token(s, loaded[0].shape[1] // 32, S, LEAF)
+
+
+@triton.jit
+def latent_slices_sums(loaded, p, S: tl.constexpr, LEAF: tl.constexpr):
+    """Σ p·v̂ [channels, rows] of weights p float32 [tokens, rows]."""
+    return product(loaded[0], _by_column(p.to(tl.float16), loaded[0].shape[1] // 32, S, LEAF)) * loaded[1]

@@ -16,7 +16,15 @@ from tersekv.kernels.triton.grid import (
     value_grid_scores,
     value_grid_sums,
 )
-from tersekv.kernels.triton.grid_slices import load_keys_slices, load_values_slices, query_slices, sliced
+from tersekv.kernels.triton.grid_slices import (
+    latent_slices_scores,
+    latent_slices_sums,
+    load_keys_slices,
+    load_latent_slices,
+    load_values_slices,
+    query_slices,
+    sliced,
+)
 from tersekv.kernels.triton.leaves import (
     CHANNELS,
     FIRST,
@@ -51,7 +59,7 @@ from tersekv.kernels.triton.tokens import (
 from tersekv.kernels.triton.trellis import (
     decode_trellis,
     load_keys_trellis,
-    load_trellis,
+    load_latent_trellis,
     load_values_trellis,
     trellis_scores,
     trellis_sums,
@@ -132,10 +140,12 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
 @triton.jit
 def load_latent(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Load latents or rotated keys once, for scores and sums. Their grids are packed as those of values."""
-    if S[LEAF][KIND] == GRID:
+    if S[LEAF][KIND] == GRID and sliced(S, LEAF):
+        return load_latent_slices(leaf, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == GRID:
         return load_value_grid(leaf, b, h, n0, T, S, LEAF, NB)
     elif S[LEAF][KIND] == TRELLIS:
-        return load_trellis(leaf, b, h, n0, T, S, LEAF, NB * 32)
+        return load_latent_trellis(leaf, b, h, n0, T, S, LEAF, NB * 32)
     else:
         x = _decoded(leaf, (), b, h, n0, T, S, LEAF, NB)
         most = largest(x)
@@ -146,7 +156,9 @@ def load_latent(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.c
 def latent_scores(loaded, query, S: tl.constexpr, LEAF: tl.constexpr):
     """q·k̂ [tokens, rows] of what `load_latent` returned."""
     q, _, most = query
-    if S[LEAF][KIND] == GRID:
+    if S[LEAF][KIND] == GRID and sliced(S, LEAF):
+        return latent_slices_scores(loaded, q, S, LEAF) * most
+    elif S[LEAF][KIND] == GRID:
         return value_grid_scores(loaded, q, S, LEAF) * most
     elif S[LEAF][KIND] == TRELLIS:
         return trellis_scores(loaded, q) * most
@@ -157,7 +169,9 @@ def latent_scores(loaded, query, S: tl.constexpr, LEAF: tl.constexpr):
 @triton.jit
 def latent_sums(loaded, p, S: tl.constexpr, LEAF: tl.constexpr):
     """Σ p·v̂ [channels, rows] of what `load_latent` returned."""
-    if S[LEAF][KIND] == GRID:
+    if S[LEAF][KIND] == GRID and sliced(S, LEAF):
+        return latent_slices_sums(loaded, p, S, LEAF)
+    elif S[LEAF][KIND] == GRID:
         return value_grid_sums(loaded, p, S, LEAF)
     elif S[LEAF][KIND] == TRELLIS:
         return trellis_sums(loaded, p)
