@@ -183,7 +183,8 @@ def main() -> None:
         (
             (
                 row["format"], row["lane_instructions_per_code"], row["shared"], row["barriers"], row["registers"],
-                row["stack_bytes"], row["shared_bytes"] // 1024, row["programs"], f"{bound(row):.1f}",
+                row["stack_bytes"], row["shared_bytes"] // 1024, row["programs"],
+                "" if row["format"] in PACKING else f"{bound(row):.1f}",
             )
             for row in rows
         ),
