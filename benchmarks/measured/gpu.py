@@ -5,7 +5,11 @@ from __future__ import annotations
 import statistics
 
 from measured.base import Page, Section, cache, rows
-from recorded import markdown
+from recorded import Row, markdown
+
+GPUS = {"sm_80": "A100", "sm_90": "H100", "sm_120": "RTX 50"}
+PACKING = "pack-"
+"""Prefix of the kernels that pack in the record of counts."""
 
 
 def attention() -> str:
@@ -44,9 +48,23 @@ def counts() -> str:
         "GPU", "format", "lane-instructions per code", "shared accesses", "barriers", "registers", "spilled bytes",
         "programs",
     )  # fmt: skip
-    names = {"sm_80": "A100", "sm_90": "H100", "sm_120": "RTX 50"}
-    found = rows("instructions_gpu.jsonl")
-    return markdown(columns, [(names[row["target"]], f"`{row['format']}`", *(row[f] for f in fields)) for row in found])
+    found = [row for row in rows("instructions_gpu.jsonl") if not row["format"].startswith(PACKING)]
+    return markdown(columns, [(GPUS[row["target"]], f"`{row['format']}`", *(row[f] for f in fields)) for row in found])
+
+
+def packing() -> str:
+    """Return the table of counts of kernels that pack: one line per kernel, the three GPUs beside each other."""
+    by_kernel: dict[str, list[Row]] = {}
+    for row in rows("instructions_gpu.jsonl"):
+        if row["format"].startswith(PACKING):
+            by_kernel.setdefault(row["format"].removeprefix(PACKING), []).append(row)
+    fields = "lane_instructions_per_code", "registers", "stack_bytes", "shared_bytes"
+    columns = "kernel", "lane-instructions per element", "registers", "spilled bytes", "bytes of shared memory"
+    lines = [
+        (f"`{name}`", *(" / ".join(f"{row[field]:,g}" for row in found) for field in fields))
+        for name, found in by_kernel.items()
+    ]
+    return markdown(columns, lines)
 
 
 def predicted() -> str:
@@ -73,9 +91,9 @@ def page() -> Page:
         "now go to the tensor cores without passing through shared memory, entries of tables are loaded where their "
         "places are, a rotated mean is rotated once per tile, "
         "packing a block of trellis codes takes a tenth of the launches, and prompts are packed in larger parts. "
-        "The kernels as they were then agreed with torch on the same GPU, as far as its time went. Kernels of `polar` "
-        "and `trellis` have changed again and never ran on a GPU. `python benchmarks/launch_sizes.py` finds the launch "
-        "sizes of yours: please send the records.",
+        "The kernels as they were then agreed with torch on the same GPU, as far as its time went. Kernels of grids, "
+        "`polar` and `trellis` have changed again and never ran on a GPU. `python "
+        "benchmarks/launch_sizes.py` finds the launch sizes of yours: please send the records.",
         (
             Section(
                 "Attention of one token",
@@ -90,7 +108,10 @@ def page() -> Page:
                 "Whole steps and prompts",
                 "Random weights of Llama-3.1-8B's config in bfloat16 through transformers, without `torch.compile`, "
                 "one round. The host limits the steps, because it launches dozens of kernels per layer, and the first "
-                "cache also warms up. So steps cannot be compared, but prompts can: packing took the difference.",
+                "cache also warms up. So steps cannot be compared, but prompts can: packing took the difference. Today "
+                "attention of a layer is three launches, whatever the method: exact tokens and the queries of packed "
+                "ones, packed tokens, and one that merges, maps the output back and writes it in the model's type. "
+                "Signs need torch for the sketch of the query, too.",
                 decoding(), ["generate_gpu.jsonl"],
                 "tersekv bench generate --model config.json --device cuda --dtype bfloat16 --context 8k -r kivi:bits=4 "
                 "-r default --prefill-chunk whole --rounds 1 --new-tokens 16 --out FILE",
@@ -120,9 +141,29 @@ def page() -> Page:
                 "had 6.5, compiled by Triton 3.6, and conflicts made it slower than bfloat16. Look-ups of `trellis` "
                 "and `polar` also wait for the L1 cache: about one per code. Look-ups of two codes at once would need "
                 "fewer instructions, but tables of 64 cache lines in place of 1 to 4. Latents have 512 channels, 64 "
-                "rotated ones and 16 query rows; one code serves as key and value. Their kernels never ran on a GPU.",
+                "rotated ones and 16 query rows; one code serves as key and value. Their kernels never ran on a GPU. "
+                "Integers of `grid4`, `grid2` and latents are subnormal float16 on their way to the tensor cores. "
+                "V100, T4 and A100 multiply these exactly (Fasi et al., 2021); no other GPU was tried.",
                 counts(), ["instructions_gpu.jsonl"],
                 "python benchmarks/instructions_gpu.py --target sm_90 --out FILE",
+            ),
+            Section(
+                "Counts of packing",
+                "Kernels that pack tokens of head dim 128, on A100 / H100 / RTX 50. `signs` per sign of a sketch; "
+                "`trellis-search` and `trellis-trace` per component and search, each with one of its rounds of a bit; "
+                "`quantiles` per element of a vector of 1,024.",
+                packing(), ["instructions_gpu.jsonl"],
+            ),
+            Section(
+                "What did not help",
+                "Lane-instructions per code on an H100. `grid4`: one product per slice of codes 3.61 in place of 3.29. "
+                "One stage: `grid4` 3.31, `turboquant4` 4.20 in place of 4.47, but no words are loaded ahead. Products "
+                "of `turboquant4` block by block: 4.39, but 13.3 in place of 7.1 for prompts, and 5.4 in place of 4.6 "
+                "on an A100. `latents-grid4` with 8 warps: 20.1 in place of 14.2 then, without spills; "
+                "scales with the products of groups: 19.1 in place of 10.1. `latents-trellis3` with 4 warps: 16.8 in "
+                "place of 22.3, but 288 bytes spilled. `nuq4-1%` has no spills in tiles of 32 tokens, but 25.1 in "
+                "place of 19.3, and with 8 warps 27.6.",
+                "",
             ),
         ),
     )  # fmt: skip

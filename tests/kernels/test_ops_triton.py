@@ -363,19 +363,19 @@ def test_launches_of_a_step(device, monkeypatch):
     """One layer's attention for one token launches one kernel for packed tokens, one for exact
     tokens and one to merge."""
     from tersekv.attention.read import AttentionCall, attend_store
-    from tersekv.kernels.triton import launch
+    from tersekv.kernels.triton import launch, maps
     from test_store import fed
     from test_store import tokens as inputs
 
     launched = []
-    for module, name in ((launch.kernels, "attend"), (launch.merging, "merge"), (launch.merging, "merge_parts")):
+    for module, name in ((launch.kernels, "attend"), (launch.merging, "merge"), (maps, "finish")):
         monkeypatch.setattr(module, name, Counted(getattr(module, name), name, launched))
     keys, values = inputs(100, B=1)
     store = fed("window:sinks=4,recent=32+kivi:bits=4", keys, values, [0, 100])
     store.to(device)
     attend_store(store, AttentionCall(torch.randn(1, 4, 1, 64, device=device), None, 0.125))
     assert (len(store.exact_segments()), len(list(store.packed_pages()))) == (2, 1)
-    assert launched == ["attend"] * 2 + ["merge"]
+    assert launched == ["attend"] * 2 + ["finish"]
 
 
 class Counted:

@@ -23,7 +23,8 @@ SHARED_BYTES = {"sm_90": 227 * 1024, "sm_86": 99 * 1024, "gfx942": 64 * 1024}
 ELSEWHERE = [
     "exact before RoPE, head dim 256", "polar, head dim 256", "a rotation before RoPE, head dim 128",
     "signs per block, head dim 128", "outliers before RoPE", "trellis beside a mean", "codes of keys per channel",
-    "merge", "pages of grids by address", "pages of outliers before RoPE by address", "latents of trellis, 128 heads",
+    "a step with bases", "merge", "pages of grids by address", "pages of outliers before RoPE by address",
+    "latents of trellis, 128 heads",
 ]  # fmt: skip
 """Calls that are also compiled for the other GPUs."""
 

@@ -36,7 +36,7 @@ def test_counts_are_those_of_the_record(tmp_path, target):
     done = subprocess.run(call, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = runs.read(tmp_path / "counts.jsonl")
-    assert len(found) == len(held) == 15
+    assert len(found) == len(held) == 28
     for row in found:
         for name in ("lane_instructions_per_code", "barriers", "stack_bytes", "shared"):
             assert row[name] <= held[row["format"]][name], (row["format"], name, json.dumps(row))

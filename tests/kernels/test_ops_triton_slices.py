@@ -42,6 +42,16 @@ def test_slices(device, name, D, T):  # noqa: F811
     compare(result, right(attend_packed, *call), float((query @ keys.inner.decode().mT).abs().max()) * D**-0.5)
 
 
+@pytest.mark.parametrize("name", ["a table, scales per token", "a table that differs between rows"])
+def test_entries_that_are_loaded(device, name, monkeypatch):  # noqa: F811
+    if device == "cuda":
+        pytest.skip("NVIDIA's GPUs put them together of bytes")
+    from tersekv.kernels.triton import grid_slices
+
+    monkeypatch.setattr(grid_slices, "BY_BYTES", type(grid_slices.BY_BYTES)(False))
+    test_slices(device, name, 64, 96)
+
+
 def test_which_grids_are_sliced(device):  # noqa: F811
     if device == "cuda":
         pytest.skip("it does not depend on the device")
@@ -55,12 +65,10 @@ def test_which_grids_are_sliced(device):  # noqa: F811
         return tuple(leaf.spec for leaf in made.leaves)
 
     groups = {"axis": "channel", "group": 32}
-    assert [bits for bits in range(1, 9) if sliced(of("keys", bits, 128, **groups), 0, 4)] == [2, 4]
-    assert [D for D in (32, 64, 128) if sliced(of("keys", 2, D, **groups), 0, D // 32)] == [128]
-    assert [n for n in (1, 2, 4) if sliced(of("values", 4, 64, axis="token", group=32), 0, n)] == [2, 4]
-    assert [n for n in (1, 2, 4) if sliced(of("values", 4, 64, axis="token", group=0), 0, n)] == [4]
+    assert [bits for bits in range(1, 9) if sliced(of("keys", bits, 128, **groups), 0)] == [2, 4, 8]
+    assert not sliced(of("keys", 4, 128, axis="channel", group=8), 0)
     table = {"method": "normalfloat", **groups}
-    assert [bits for bits in (2, 3, 4) if sliced(of("keys", bits, 128, **table), 0, 4)] == [4]
+    assert [bits for bits in (2, 3, 4) if sliced(of("keys", bits, 128, **table), 0)] == [4]
 
 
 def run_ptx(text, memory=None, **registers):
@@ -110,33 +118,6 @@ def run_ptx(text, memory=None, **registers):
 
 def halves_of(number):
     return torch.tensor([number & 0xFFFF, number >> 16]).to(torch.uint16).view(torch.float16).tolist()
-
-
-@pytest.mark.parametrize("bits", [2, 4])
-def test_ptx_of_integers(bits):
-    from tersekv.kernels.triton.grid_slices import _unpacking
-
-    words = torch.randint(2**32, (20,), generator=torch.Generator().manual_seed(bits)).tolist()
-    for word in words:
-        for k in range(16 // bits):
-            out = run_ptx(_unpacking(bits, k), **{"$1": word})["$0"]
-            assert halves_of(out) == [(word >> at + bits * k) % 2**bits for at in (0, 16)]
-
-
-def test_ptx_of_a_table():
-    from tersekv.kernels.triton.grid_slices import _looking_up
-
-    table = torch.randn(16, generator=torch.Generator().manual_seed(0)).half()
-    bits = table.view(torch.uint16).tolist()
-    registers = {}
-    for high in (0, 1):
-        for k in range(4):
-            word = sum((bits[4 * k + i] >> 8 * high & 255) << 8 * i for i in range(4))
-            registers[f"${5 + 8 * high + 2 * k}"] = word
-    for word in torch.randint(2**32, (20,), generator=torch.Generator().manual_seed(1)).tolist():
-        known = run_ptx(_looking_up(), **{"$4": word}, **registers)
-        for k in range(4):
-            assert halves_of(known[f"${k}"]) == [table[word >> at + 4 * k & 15].item() for at in (0, 16)]
 
 
 HIGH_HALF = 0x7F12

@@ -109,14 +109,31 @@ def test_bias_correction_of_two_rates(device, recipe):  # noqa: F811
 
 
 def test_a_step_is_a_few_launches(device):  # noqa: F811
-    """The token is appended on both sides, the query becomes float32 and the output the model's
-    dtype."""
+    """The token is appended on both sides. Torch computes nothing else."""
     if device == "cuda":
         pytest.skip("only counted with interpreted kernels")
     step = benchmark("launches").decoding
     plain, rotated = step("kivi:bits=4"), step("turboquant:bits=4")
-    assert plain == {"torch": 4, "kernels": ["attend"] * 2 + ["merge"], "waits": 0}
-    assert (rotated["torch"], len(rotated["kernels"]), rotated["waits"]) == (8, 3, 0)
+    assert plain == rotated == {"torch": 2, "kernels": ["attend", "attend", "finish"], "waits": 0}
+
+
+@pytest.mark.parametrize("recipe", ["kivi:bits=4", "polarquant", "trellis:bits=2,calibration=prompt"])
+def test_packed_tokens_alone(device, recipe):  # noqa: F811
+    """Without exact tokens, queries are mapped in a launch of their own. The output has sinks, or is returned with its
+    log-sum-exp."""
+    s = filled(recipe, 2, 85, 64, torch.float32, None)
+    query = torch.randn(2, 4, 3, 64, generator=torch.Generator().manual_seed(2)).bfloat16()
+    hidden, sinks = torch.tensor([0, 500]), torch.tensor([-1.0, 0.0, 1.0, 5.0])
+    found = []
+    for backend, on in (("reference", "cpu"), ("triton", device)):
+        s.to(on)
+        with backends.forced(backend):
+            call = query.to(on), (), s.pages(), None, hidden.to(on), 0.125, None
+            found.append((backends.attend(*call, sinks.to(on)).float().cpu(), *backends.attend(*call, None, True)))
+    (whole, out, lse), (got, got_out, got_lse) = found
+    assert (got - whole).norm() <= (OUT + 2**-7) * whole.norm()
+    compare((got_out, got_lse), (out.cpu(), lse.cpu()), 10.0)
+    assert torch.equal(got[1], torch.zeros_like(got[1]))
 
 
 @pytest.mark.parametrize("name", ["grid", "polar"])

@@ -29,10 +29,11 @@ from tersekv.codecs import methods
 from tersekv.kernels.attend_grid import Axis, Side
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.encode_grid import GridPlace
-from tersekv.kernels.triton import encode, launch, leaves, pack
+from tersekv.kernels.triton import encode, launch, layer, leaves, pack
 from tersekv.kernels.triton.page_set import prepare
 from tersekv.lab.bench.without_gpu import compile_for
 from tersekv.layouts.base import Concat, View
+from tersekv.layouts.linear_map import LinearMap
 from tersekv.layouts.mean_removed import RotatedMean
 from tersekv.recipe import Recipe
 from tersekv.transforms.rotation import hadamard_parts, random_rotation
@@ -96,6 +97,24 @@ def mean_in_pages(D: int = 64) -> None:
     value = side("trellis", "values", D)
     launch.attend(torch.randn(1, 2, 4, 2 * D), prepare([Segment(key, value, is_page=True) for key in keys]),
                   [None] * 2, 0.1, None)  # fmt: skip
+
+
+def step(maps: tuple[LinearMap, LinearMap], exact: bool = True) -> None:
+    """Call attention of one bfloat16 token over two mapped pages and exact tokens."""
+    pages = prepare([Segment(side("grid", "keys", 64).operand, side("grid", "values", 64).operand, is_page=True)] * 2)
+    window = torch.randn(1, 2, 5, 64).bfloat16()
+    own = prepare([Segment(window, window)]) if exact else None
+    query = torch.randn(1, 8, 1, 64).bfloat16()
+    packed = [(pages, [None] * 2, torch.ones(1, 2, 64) if exact else None)]
+    layer.attend_layer(query, query.view(1, 2, 4, 64), own, [None], packed, maps, 0.1, None, torch.ones(8), not exact)
+
+
+def maps(quantised: bool) -> tuple[LinearMap, LinearMap]:
+    """Return maps of keys and values of 64 channels."""
+    if not quantised:
+        return LinearMap(rotation=torch.eye(64)), LinearMap(rotation=torch.eye(64).expand(1, 2, 64, 64))
+    basis, channels = torch.zeros(1, 2, 3 * 64 * 64 // 4, dtype=torch.uint8), torch.ones(1, 2, 64).half()
+    return LinearMap(basis=basis, channels=channels), LinearMap(None, basis, channels, torch.ones(1, 2, 64))
 
 
 def latents(recipe: str, L: int = 512, D: int = 64, R: int = 16) -> None:
@@ -204,6 +223,9 @@ CALLS: dict[str, Callable[[], None]] = {
     "pages of trellis beside a mean by address": mean_in_pages,
     "latents of a grid": lambda: latents("kivi:bits=4"),
     "latents of trellis, 128 heads": lambda: latents("trellis:bits=3,calibration=prompt", R=128),
+    "a step with rotations": lambda: step(maps(False)),
+    "a step with bases": lambda: step(maps(True)),
+    "a step without exact tokens": lambda: step(maps(False), exact=False),
     "scores alone": lambda: launch.score_keys(torch.randn(1, 2, 4, 64), side("grid", "keys", 64).operand, 0.1),
     "merge": merge,
     "codes of keys per channel": lambda: grids("keys", 4, "channel", 32),

@@ -57,6 +57,10 @@ class Map(Protocol):
         """float [1 or B, H, D], added to the output."""
 
     @property
+    def rest(self) -> int:
+        """Number of channels after those of the map, which it leaves as they are."""
+
+    @property
     def keeps_query(self) -> bool:
         """True if the query itself is needed too, next to the mapped one."""
 
@@ -240,14 +244,8 @@ def composed(
     if pages is not None and pages.padded is not None:
         pages = pages.padded()
     H = exact[0][0].shape[1] if pages is None else pages.heads
-    B, Hq, q, D = query.shape
-    assert mask is hidden is None or all(where is not None for *_, where in exact)
-    rows, cut = query.float().reshape(B, H, Hq // H * q, D), Masks(mask, hidden)
-    plain = [Segment(k, v, _own(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact]
-    packed = []
-    if pages is not None:
-        each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
-        packed = [Segment(k, v, cut.at(where, tokens), True) for k, v, where, tokens in each]
+    rows = query_rows(query, H).float()
+    plain, packed = segments_of(query, exact, pages, mask, hidden)
     if pages is None or not (pages.is_mapped or any(x is not None for x in pages.corrections)):
         out, lse = segments(rows, [*plain, *packed], scaling, softcap)
     else:
@@ -267,6 +265,29 @@ def composed(
         elif values.mean is not None:
             out = out.masked_fill(lse.isneginf().unsqueeze(-1), 0.0)
     return (out, lse) if parts else finished(out, lse, query, sinks)
+
+
+def query_rows(query: Tensor, H: int) -> Tensor:
+    """Return queries [B, Hq, q, D] as the rows of their key-value heads, [B, H, R, D]."""
+    B, Hq, q, D = query.shape
+    return query.reshape(B, H, Hq // H * q, D)
+
+
+def segments_of(
+    query: Tensor,
+    exact: tuple[tuple[Tensor, Tensor, Where | None], ...],
+    pages: PackedPages | None,
+    mask: Tensor | None,
+    hidden: Tensor | None,
+) -> tuple[list[Segment], list[Segment]]:
+    """Return the segments of exact tokens and of packed pages, with their masks."""
+    q, cut = query.shape[2], Masks(mask, hidden)
+    assert mask is hidden is None or all(where is not None for *_, where in exact)
+    plain = [Segment(k, v, _own(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact]
+    if pages is None:
+        return plain, []
+    each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
+    return plain, [Segment(k, v, cut.at(where, tokens), True) for k, v, where, tokens in each]
 
 
 def causal(q: int, T: int, device: torch.device) -> Tensor:

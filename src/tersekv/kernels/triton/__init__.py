@@ -23,7 +23,7 @@ from tersekv.kernels import attend_packed as packed_operators
 from tersekv.kernels import attend_pages as pages_operators
 from tersekv.kernels import attend_segments as segments_operators
 from tersekv.kernels import softmax as softmax_operators
-from tersekv.kernels.attend import PackedPages, Table, Where, composed
+from tersekv.kernels.attend import PackedPages, Table, Where, composed, query_rows, segments_of
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.registry import NotTaken, Operator, chosen
@@ -180,8 +180,8 @@ def why_not_merge_segments(outs: list[Tensor], lses: list[Tensor]) -> str | None
     return None
 
 
-def _why_not_query(query: Tensor) -> str | None:
-    if query.dtype is not torch.float32:
+def _why_not_query(query: Tensor, dtypes: Sequence[torch.dtype] = (torch.float32,)) -> str | None:
+    if query.dtype not in dtypes:
         return f"query is {query.dtype}, not float32"
     if query.requires_grad and torch.is_grad_enabled():
         return "query needs a gradient"
@@ -321,25 +321,17 @@ def attend_layer(
     parts: bool = False,
     table: Table | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attend over a layer, see `kernels/attend.py`: one launch for the pages of each layout and
-    correction, which are prepared once, one for exact tokens, and one that merges."""
+    """Attend over a layer, see `kernels/attend.py`: one launch for exact tokens, one for the pages of
+    each layout and correction, which are prepared once, and one that merges."""
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
     _check_interpreter(query)
-    sets: dict[int, PageSet | str] = {}
     if pages is not None and pages.padded is not None:
         pages = pages.padded()
-    if pages is not None:
-        if (sets := pages.made.get(NAME, {})) == {}:
-            sets = pages.made[NAME] = {
-                id(pages.keys[numbers[0]]): prepare(
-                    [Segment(pages.keys[i], pages.values[i], None, True) for i in numbers], pages.shared > 0
-                )
-                for numbers in pages.alike
-            }
-        for made in sets.values():
-            if isinstance(made, str):
-                raise NotTaken(made)
+    sets = {} if pages is None else _page_sets(pages)
+    call = query, exact, pages, mask, hidden
+    if (few := _attend_few(*call, sets, scaling, softcap, sinks, parts)) is not None:
+        return few
 
     def run(rows: Tensor, segments: list[Segment], scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         own = [segment for segment in segments if segment.is_page]
@@ -351,4 +343,47 @@ def attend_layer(
         masks = [segment.mask for segment in (*own, *others)]
         return attend(rows, made.with_segments(others), masks, scaling, softcap)
 
-    return composed(run, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)
+    return composed(run, *call, scaling, softcap, sinks, parts)
+
+
+def _page_sets(pages: PackedPages) -> dict[int, PageSet]:
+    """Return the page set of all pages with the same correction, by the first one's keys."""
+    sets: dict[int, PageSet | str] = pages.made.get(NAME, {})
+    if not sets:
+        sets = pages.made[NAME] = {
+            id(pages.keys[numbers[0]]): prepare(
+                [Segment(pages.keys[i], pages.values[i], None, True) for i in numbers], pages.shared > 0
+            )
+            for numbers in pages.alike
+        }
+    for made in sets.values():
+        if isinstance(made, str):
+            raise NotTaken(made)
+    return sets  # type: ignore[return-value]
+
+
+@on_own_device
+def _attend_few(
+    query: Tensor, exact: tuple[tuple[Tensor, Tensor, Where | None], ...], pages: PackedPages | None,
+    mask: Tensor | None, hidden: Tensor | None, sets: dict[int, PageSet], scaling: float, softcap: float | None,
+    sinks: Tensor | None, parts: bool,
+) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
+    """Attend with a few query rows, see `layer.py`. None if that is not possible."""
+    rows = query_rows(query, exact[0][0].shape[1] if pages is None else pages.heads)
+    if why_not_usable(query.device) or _why_not_query(rows, (torch.float32, torch.float16, torch.bfloat16)):
+        return None
+    plain, packed = segments_of(query, exact, pages, mask, hidden)
+    own = prepare(plain) if plain else None
+    if isinstance(own, str):
+        return None
+    of_pages = []
+    if pages is not None:
+        for numbers in pages.alike:
+            masks = [packed[i].mask for i in numbers]
+            of_pages.append((sets[id(pages.keys[numbers[0]])], masks, pages.corrections[numbers[0]]))
+    maps = pages.maps if pages is not None and pages.is_mapped else None
+    exact_masks, layer = [segment.mask for segment in plain], importlib.import_module("tersekv.kernels.triton.layer")
+    found: Tensor | tuple[Tensor, Tensor] | None = layer.attend_layer(
+        query, rows, own, exact_masks, of_pages, maps, scaling, softcap, sinks, parts
+    )
+    return found

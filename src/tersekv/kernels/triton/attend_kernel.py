@@ -38,6 +38,7 @@ from tersekv.kernels.triton.leaves import (
     PADDED,
     SPARSE,
 )
+from tersekv.kernels.triton.maps import map_query
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SHIFT: tl.constexpr = tl.constexpr(10.0)
@@ -196,12 +197,23 @@ def _store_output(at, x, row_ok, VALUES: tl.constexpr, LEAF: tl.constexpr):
     tl.store(at + VALUES[LEAF][FIRST] + c, x, mask=row_ok[None, :] & (c < VALUES[LEAF][CHANNELS]))
 
 
+@triton.jit
+def _score_bias(correction, b, h, head, R, row, CHANNELS: tl.constexpr):
+    """Σ_d query_d²·correction_d of rows, float32 [rows]."""
+    c = tl.arange(0, CHANNELS)
+    inside = c < correction[3]
+    at = correction[0] + b.to(tl.int64) * correction[1] + h.to(tl.int64) * correction[2] + c
+    query = correction[4] + (head.to(tl.int64) * R + row)[None, :] * correction[5] + c[:, None]
+    q = tl.load(query, mask=inside[:, None] & (row < R)[None, :], other=0.0).to(tl.float32)
+    return tl.sum(q * q * tl.load(at, mask=inside, other=0.0)[:, None], axis=0)
+
+
 @triton.jit(do_not_specialize=["first_split", "splits", "table_width"])
 def attend(
-    out, lse, queries, maps, pairs, segments, table, table_width, runs, masks, pages, B, H, R, channels, first_split,
-    splits, split_tokens, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, FIELDS: tl.constexpr,
-    ROPED: tl.constexpr, LATENT: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
-    ROWS: tl.constexpr, NB: tl.constexpr,
+    out, lse, queries, maps, pairs, segments, table, table_width, runs, masks, pages, mapping, correction, B, H, R,
+    channels, first_split, splits, split_tokens, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    FIELDS: tl.constexpr, ROPED: tl.constexpr, LATENT: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
+    MAPPING: tl.constexpr, CORRECTED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Attention over segments of the same layouts. Grid (this launch's splits, B·H, row tiles).
 
@@ -219,10 +231,24 @@ def attend(
     fields. PAGED: `pages` has the page table int32 [B, P], the stride of its rows, tokens per page (a
     multiple of 32·NB) and pages in the pool. A mask has its bytes, its strides of batch row, head,
     query and token, and its number of queries.
+
+    MAPPING: empty, or the number of tiles and the constants of `maps.map_query`. Further programs of
+    the grid's first axis then map queries. CORRECTED: 0, or padded channels of `correction`, see
+    `softmax.score_bias`: float32 with strides of batch row and head, number of channels, the query
+    and its row stride.
     """
     N: tl.constexpr = NB * 32
     split, head = tl.program_id(0), tl.program_id(1)
     b, h = head // H, head % H
+    if len(MAPPING) > 0:
+        tile = split - (tl.num_programs(0) - MAPPING[0])
+        if tile >= 0:
+            first = tl.program_id(2) * ROWS
+            map_query(
+                mapping[0], mapping[1], mapping[2], mapping[3], mapping[4], mapping[5], tile, head, H, R, first,
+                tl.minimum(first + ROWS, R), MAPPING[1], MAPPING[2], MAPPING[3],
+            )  # fmt: skip
+            return
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     row_ok = row < R
     loaded = ()
@@ -266,7 +292,10 @@ def attend(
     if LATER:
         total = tl.sum(total, axis=0)
     place = (head.to(tl.int64) * splits + first_split + split) * R + row
-    tl.store(lse + place, tl.where(total == 0, float("-inf"), (most - SHIFT) * LN2 + tl.log(total)), mask=row_ok)
+    whole = (most - SHIFT) * LN2 + tl.log(total)
+    if CORRECTED > 0:
+        whole += _score_bias(correction, b, h, head, R, row, CORRECTED) * (scaling * scaling)
+    tl.store(lse + place, tl.where(total == 0, float("-inf"), whole), mask=row_ok)
     share = 1.0 / tl.where(total == 0, 1.0, total)
     for i in tl.static_range(len(VALUES)):
         if i == 0:

@@ -329,12 +329,13 @@ def load_keys_sparse(
         at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
         token, channel, value = _outliers(leaf, at, end[:, None], S, LEAF)
         ok = row_ok[None, None, :] & (value != 0)[:, :, None]
-        product = tl.load(rows[None, None, :] + channel[:, :, None], mask=ok, other=0.0)
+        product = tl.load(rows[None, None, :] + channel[:, :, None], mask=ok, other=0.0).to(tl.float32)
         if ROPED:
             n = tl.minimum(n0 + 32 * tl.arange(0, NB)[:, None] + token, T - 1)
             c = S[LEAF][FIRST] + channel
             cos, sin, partner = rope_at(rope, b, h, n, c, ROPED)
             across = tl.load(rows[None, None, :] + (partner - S[LEAF][FIRST])[:, :, None], mask=ok, other=0.0)
+            across = across.to(tl.float32)
             product = product * cos[:, :, None] + across * sin[:, :, None]
         product *= value[:, :, None]
         hot = (token[:, None, :] == tl.arange(0, 32)[None, :, None]).to(tl.float32)

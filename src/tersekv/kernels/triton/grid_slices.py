@@ -1,13 +1,17 @@
-"""Products with grids of integers, slice by slice: codes go from their words to the tensor cores
-without passing through shared memory.
+"""Products with grids of integers or of a table with 16 entries: codes go from their words to the tensor
+cores without passing through shared memory.
 
-A half-word holds 16/bits codes of one lane. Slice p is the p-th code of every half-word of a tile:
-one shift and mask of the words. Its columns are not consecutive channels (keys) or tokens (values).
-Queries, weights and scales are read in the slice's order instead. The product of a tile is the sum
-of the products of its slices.
+A word holds a few codes of a lane: 16/bits in each half. A slice is a pair of codes of every word of a
+tile: one shift and mask of the words. The slices are the columns of the tile, one after the other, so
+columns are not consecutive channels (keys) or tokens (values). Queries, weights and scales are read in
+the order of columns instead.
 
-On an H100 the loaders of `grid.py`, which join codes to consecutive columns, spend most of their
-time on bank conflicts of shared memory.
+Integers are the lowest bits of float16: subnormal numbers, multiples of 2^-24. Tensor cores multiply
+these exactly. Factors are in float32: 2^24, and powers of two of slices that are above the lowest bits.
+
+Entries of a table are put together of two bytes, which `prmt` reads at the places of four codes at a
+time. All operands of such a step are tensors and all its results single, because the compiler would
+otherwise pass the entries through shared memory.
 """
 
 from __future__ import annotations
@@ -27,173 +31,202 @@ from tersekv.kernels.triton.leaves import (
     PADDED,
     SCALES,
     TO_COEFFICIENTS,
+    TO_ELEMENTS,
     TO_PRODUCT,
     WIDE,
     WORDS,
 )
-from tersekv.kernels.triton.tiles import INTERPRETED, block_at, from_block, largest, power_of_two, product
+from tersekv.kernels.triton.tiles import INTERPRETED, block_at, from_block, largest, once, power_of_two, product
 
 
 @triton.constexpr_function
-def sliced(S, LEAF, UNITS):
-    """Return True if a grid's tile with this many units of 32 codes per lane is read by slices. They
-    are at least 16 columns wide, or 32 in products that `leaves.power` pads."""
+def sliced(S, LEAF):
+    """Return True if a grid's codes are read by slices."""
     spec = S[LEAF]
-    least = {TO_COEFFICIENTS.value: 16, TO_PRODUCT.value: 32}.get(spec[SCALES], 1 << 30)
-    bits = (2, 4) if spec[IS_INTEGER] else (4,)
-    return spec[BITS] in bits and 2 * spec[BITS] * UNITS >= least and not spec[HAS_FACTOR]
+    bits = (2, 4, 8) if spec[IS_INTEGER] else (4,)
+    return spec[BITS] in bits and spec[SCALES] != TO_ELEMENTS.value and not spec[HAS_FACTOR]
 
 
-@triton.constexpr_function
-def _unpacking(BITS, SLICE):
-    """Return PTX that converts slice p of two half-words to float16. Codes are set below the
-    exponent of 1024; a multiplication and a subtraction give the integers, exactly."""
-    at = BITS * SLICE
-    low = at % 8
-    mask = ((1 << BITS) - 1) << low
-    shift = "shr.b32 w, w, 8;" if at >= 8 else ""
-    scale, offset = (15 - low) << 10, 0x8000 | ((25 - low) << 10)
-    return (
-        "{ .reg .b32 w, a, b; mov.b32 w, $1; " + shift + f" lop3.b32 w, w, {mask * 0x10001:#x}, 0x64006400, 0xEA;"
-        f" mov.b32 a, {scale * 0x10001:#x}; mov.b32 b, {offset * 0x10001:#x}; fma.rn.f16x2 $0, w, a, b; }}"
-    )
+SUBNORMAL: tl.constexpr = tl.constexpr(2.0**24)
+"""Factor of integers that are the lowest bits of float16."""
+BY_BYTES: tl.constexpr = tl.constexpr(True)
+"""False: entries of a table are loaded, as on GPUs without `prmt`."""
 
 
 @triton.jit
-def _slice(halves, BITS: tl.constexpr, SLICE: tl.constexpr):
-    """Return the codes of a slice as float16. halves: int16 half-words."""
-    if INTERPRETED or not is_cuda():
-        return ((halves.to(tl.int32) >> (BITS * SLICE)) & ((1 << BITS) - 1)).to(tl.float16)
+def _slice(words, BITS: tl.constexpr, SLICE: tl.constexpr):
+    """Return the codes of a slice in the low bits of pairs of halves. words: int32."""
+    MASK: tl.constexpr = (((1 << BITS) - 1) << (BITS * SLICE % 8)) * 0x10001
+    if BITS * SLICE >= 8:
+        words = words >> 8
+    return words & MASK
+
+
+@triton.jit
+def _joined(slices):
+    """Join slices int32 [G, L, words] to a tile float16 [G, L, columns], one slice after the other."""
+    G: tl.constexpr = slices[0].shape[0]
+    L: tl.constexpr = slices[0].shape[1]
+    W: tl.constexpr = slices[0].shape[2]
+    if len(slices) == 2:
+        x = tl.permute(tl.join(slices[0], slices[1]), (0, 1, 3, 2))
+    elif len(slices) == 4:
+        two, other = tl.join(slices[0], slices[1]), tl.join(slices[2], slices[3])
+        x = tl.permute(tl.join(two, other), (0, 1, 4, 3, 2))
     else:
-        return tl.inline_asm_elementwise(_unpacking(BITS, SLICE), "=r,r", [halves], tl.float16, True, 2)
+        four = tl.join(tl.join(slices[0], slices[1]), tl.join(slices[2], slices[3]))
+        other = tl.join(tl.join(slices[4], slices[5]), tl.join(slices[6], slices[7]))
+        x = tl.permute(tl.join(four, other), (0, 1, 5, 4, 3, 2))
+    x = tl.reshape(x, (G, L, len(slices) * W))
+    low = x.to(tl.int16).to(tl.float16, bitcast=True)
+    x = tl.join(low, (x >> 16).to(tl.int16).to(tl.float16, bitcast=True))
+    return tl.reshape(x, (G, L, 2 * len(slices) * W))
 
 
-@triton.constexpr_function
-def _looking_up():
-    """Return PTX that converts two half-words of four 4-bit codes to their four slices of two
-    entries. prmt reads eight bytes by the low bits of four codes at once. Bytes of entries 8 to 15
-    are taken where a code's high bit, spread over a byte, is set."""
-    low, high = (tuple(f"${i + 2 * k}" for k in range(4)) for i in (5, 13))
-    lines = [".reg .b32 s0, s1, v, m, a, b, l0, h0, l1, h1;"]
-    lines += ["and.b32 s0, $4, 0x77777777;", "shr.b32 s1, s0, 16;", "shl.b32 v, $4, 4;"]
-    for half, high_bits in ((0, "0x9D8C"), (1, "0xBFAE")):
-        lines += [f"prmt.b32 m, $4, v, {high_bits};"]
-        for name, words in (("l", low), ("h", high)):
-            for to, (one, other) in (("a", words[:2]), ("b", words[2:])):
-                lines += [f"prmt.b32 {to}, {one}, {other}, s{half};"]
-            lines += [f"lop3.b32 {name}{half}, a, b, m, 0xD8;"]
-    for first, pick in ((0, "0x5140"), (2, "0x7362")):
-        lines += [f"prmt.b32 a, l0, h0, {pick};", f"prmt.b32 b, l1, h1, {pick};"]
-        lines += [f"prmt.b32 ${first}, a, b, 0x5410;", f"prmt.b32 ${first + 1}, a, b, 0x7632;"]
-    return "{ " + " ".join(lines) + " }"
+@triton.jit
+def _bytes(a, b, places):
+    """Return four of the eight bytes of a and b, int32. places: four bits of each. The fourth bit asks for the
+    byte's sign in all its bits."""
+    if INTERPRETED:
+        found = (a & 0) | (b & 0) | (places & 0)
+        for i in tl.static_range(4):
+            place = (places >> (4 * i)) & 15
+            byte = (tl.where(place & 4 > 0, b, a) >> (8 * (place & 3))) & 255
+            found |= tl.where(place & 8 > 0, 255 * (byte >> 7), byte) << (8 * i)
+        return found
+    else:
+        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, places], tl.int32, True, 1)
 
 
-LOOKED_UP: tl.constexpr = tl.constexpr(",".join(["=r"] * 4 + ["r"] * 17))
+@triton.jit
+def _looked_up(bytes, places, upper):
+    """Return four bytes of a table of 16, four int32, at places below 8, or 8 more where the bits `upper` are set."""
+    low, high = _bytes(bytes[0], bytes[1], places), _bytes(bytes[2], bytes[3], places)
+    return low ^ ((low ^ high) & upper)
 
 
 @triton.jit
 def _table_words(table, HIGH: tl.constexpr):
-    """Return the low or high bytes of 16 float16 entries as a tuple of four int32."""
+    """Return the low or high bytes of 16 float16 entries as a tuple of four int32 [1, 1, 1]."""
     words = ()
     for k in tl.static_range(4):
         word = 0
         for i in tl.static_range(4):
-            entry = tl.load(table + 4 * k + i).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+            entry = tl.load(table + (4 * k + i) + tl.zeros((1, 1, 1), tl.int32)).to(tl.float16)
+            entry = entry.to(tl.int16, bitcast=True).to(tl.int32)
             word |= ((entry >> (8 * HIGH)) & 255) << (8 * i)
         words = words + (word,)  # type: ignore[assignment]
     return words
 
 
 @triton.jit
-def _slices(halves, table, S: tl.constexpr, LEAF: tl.constexpr):
-    """Return all slices of half-words as float16: codes of integers, else entries of the table."""
+def _columns(words, table, S: tl.constexpr, LEAF: tl.constexpr):
+    """Return a tile float16 [G, L, columns] of words [G, L, W]: codes of integers, times a power of
+    two, else entries of the table. `_column` says which codes the columns are."""
+    B: tl.constexpr = S[LEAF][BITS]
     slices = ()
     if S[LEAF][IS_INTEGER]:
-        for k in tl.static_range(16 // S[LEAF][BITS]):
-            slices = slices + (_slice(halves, S[LEAF][BITS], k),)  # type: ignore[assignment]
-    elif INTERPRETED or not is_cuda():
-        for k in tl.static_range(16 // S[LEAF][BITS]):
-            code = (halves.to(tl.int32) >> (S[LEAF][BITS] * k)) & 15
-            slices = slices + (tl.load(table + code).to(tl.float16),)  # type: ignore[assignment]
+        for k in tl.static_range(16 // B):
+            slices = slices + (_slice(words, B, k),)  # type: ignore[assignment]
+        return _joined(slices)
+    elif not BY_BYTES or not (INTERPRETED or is_cuda()):
+        for k in tl.static_range(4):
+            low, high = tl.load(table + ((words >> 8 * k) & 15)), tl.load(table + ((words >> (8 * k + 4)) & 15))
+            slices = slices + (_half(low) | (_half(high) << 16),)  # type: ignore[assignment]
+        return _joined(slices)
     else:
-        a, b, c, d = _table_words(table, 0)
-        e, f, g, h = _table_words(table, 1)
-        slices = tl.inline_asm_elementwise(
-            _looking_up(), LOOKED_UP, [halves, a, b, c, d, e, f, g, h],
-            (tl.float16, tl.float16, tl.float16, tl.float16), True, 2,
-        )  # fmt: skip
-    return slices
+        low, high = _table_words(table, 0), _table_words(table, 1)
+        places, shifted = words & 0x77777777, words << 4
+        for half in tl.static_range(2):  # four codes
+            upper = _bytes(words, shifted, 0xBFAE if half else 0x9D8C)
+            at = places >> 16 if half else places
+            first, second = _looked_up(low, at, upper), _looked_up(high, at, upper)
+            slices = slices + (_bytes(first, second, 0x5140), _bytes(first, second, 0x7362))  # type: ignore[assignment]
+        return _joined(slices)
 
 
 @triton.jit
-def _column(j, BITS: tl.constexpr, SLICE: tl.constexpr):
-    """Return the columns (channels or tokens) that half-words j of a lane hold in a slice."""
-    pair = (j // 2) % BITS * (16 // BITS) + SLICE
-    return j // (2 * BITS) * 32 + 2 * pair + j % 2
+def _half(x):
+    """Return the bits of x as float16 in the low half of int32."""
+    return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def _column(k, COLUMNS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """Return the channels or tokens of columns k of a tile, and the power of two by which the codes are
+    too large."""
+    B: tl.constexpr = S[LEAF][BITS]
+    D: tl.constexpr = 16 // B
+    slice, j = k // (COLUMNS // D), k % (COLUMNS // D)
+    word = j // 2
+    if S[LEAF][IS_INTEGER]:
+        pair, half, unit = word % B * D + slice, j % 2, 1 << (B * slice % 8)
+    else:
+        code = 2 * slice + j % 2
+        pair, half, unit = word % B * D + code % D, code // D, slice * 0 + 1
+    return word // B * 32 + 2 * pair + half, unit
 
 
 @triton.jit
 def query_slices(q, most, rows, row_ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Load a leaf's query again by slices: a tuple of float16 [half-words, rows]. most: powers of two
+    """Load a leaf's query again in the order of columns, float16 [columns, rows]. most: powers of two
     [1, rows] that divide it."""
-    B: tl.constexpr = S[LEAF][BITS]
-    j = tl.arange(0, S[LEAF][PADDED] * B // 16)[:, None]
-    slices = (q.to(tl.float16),)
-    for i in tl.static_range(16 // B):
-        channel = _column(j, B, i)
-        x = tl.load(rows[None, :] + channel, mask=row_ok[None, :] & (channel < S[LEAF][CHANNELS]), other=0.0)
-        slices = slices + ((x / most).to(tl.float16),)  # type: ignore[assignment]
-    return slices
+    P: tl.constexpr = S[LEAF][PADDED]
+    channel, unit = _column(tl.arange(0, P)[:, None], P, S, LEAF)
+    x = tl.load(rows[None, :] + channel, mask=row_ok[None, :] & (channel < S[LEAF][CHANNELS]), other=0.0)
+    x = x.to(tl.float32) / most
+    if S[LEAF][SCALES] == TO_PRODUCT and S[LEAF][IS_INTEGER]:
+        x /= unit
+    return q.to(tl.float16), x.to(tl.float16)
 
 
 @triton.jit
-def _halves(leaf, b, h, n0, at, j, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Load half-words j of lanes. at: offsets of the lanes from n0's block in words."""
-    codes = block_at(leaf, CODES, b, h, n0, S, LEAF).to(tl.pointer_type(tl.int16), bitcast=True)
-    return tl.load(codes + 2 * at + j % 2, mask=ok, other=0)
+def _words(leaf, b, h, n0, at, ok, S: tl.constexpr, LEAF: tl.constexpr):
+    """Load words of lanes. at: offsets from n0's block in words."""
+    return tl.load(block_at(leaf, CODES, b, h, n0, S, LEAF) + at, mask=ok, other=0)
+
+
+@triton.jit
+def _unit_of(S: tl.constexpr, LEAF: tl.constexpr):
+    """Factor by which products with columns must be multiplied."""
+    return SUBNORMAL if S[LEAF][IS_INTEGER] else 1.0
 
 
 @triton.jit
 def load_keys_slices(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Scores [32·NB, rows] of a query: itself, then its slices, float16 [channels, rows]."""
+    """Scores [32·NB, rows] of a query: itself, and by columns, float16 [channels, rows]."""
     N: tl.constexpr = NB * 32
-    B: tl.constexpr = S[LEAF][BITS]
+    P: tl.constexpr = S[LEAF][PADDED]
     R: tl.constexpr = q[0].shape[1]
-    j = tl.arange(0, S[LEAF][PADDED] * B // 16)
-    i = 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, :, None]
+    word = tl.arange(0, P * S[LEAF][BITS] // 32)[None, :, None]
+    i = 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, None, :]
     n = from_block(n0, i, S, LEAF)
     inside = n % S[LEAF][BLOCK]
     lane = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[LEAF][WORDS] * 16) + inside % 16
-    word = j[None, None, :] // 2
-    x = _halves(leaf, b, h, n0, lane + word * 16, j[None, None, :], (word < S[LEAF][WORDS]) & (n0 + i < T), S, LEAF)
-    table = leaf[TABLE] + b * leaf[TABLE + 1]
+    x = _words(leaf, b, h, n0, lane + word * 16, (word < S[LEAF][WORDS]) & (n0 + i < T), S, LEAF)
+    x = _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
-        x = _slices(x, table, S, LEAF)
         token = 32 * tl.arange(0, NB)[:, None]
-        s = tl.zeros((NB, 32, R), tl.float32)
-        for k in tl.static_range(16 // B):
-            channel = _column(j, B, k)[None, :]
-            ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
-            scale = stored_plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
-            if S[LEAF][WIDE]:
-                most = largest(scale.to(tl.float32))
-                y = q[1 + k][None, :, :] * (scale.to(tl.float32) * (1.0 / most)).to(tl.float16)[:, :, None]
-                s += product(x[k], y) * most
-            else:
-                s += product(x[k], q[1 + k][None, :, :] * scale[:, :, None])
+        channel, unit = _column(tl.arange(0, P)[None, :], P, S, LEAF)
+        ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
+        scale = stored_plane(leaf, SCALE, b, h, n0, token, channel, ok, S, LEAF)
+        most = 1.0
+        if S[LEAF][WIDE]:
+            most = largest(scale.to(tl.float32))
+            scale = (scale.to(tl.float32) * (1.0 / most)).to(tl.float16)
+        if S[LEAF][IS_INTEGER]:
+            scale *= (1.0 / unit).to(tl.float16)
+        s = product(x, q[1][None, :, :] * scale[:, :, None]) * (most * _unit_of(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            channel = tl.arange(0, S[LEAF][PADDED])[None, :]
+            channel = tl.arange(0, P)[None, :]
             ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
             offset = stored_plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
             s += _offsets(offset, q[0])[:, None, :]
         return tl.reshape(s, (N, R))
     else:
-        x = _slices(tl.reshape(x, (N, j.shape[0])), table, S, LEAF)
-        s = tl.zeros((N, R), tl.float32)
-        for k in tl.static_range(16 // B):
-            s += product(x[k], q[1 + k])
+        s = product(tl.reshape(x, (N, P)), q[1])
         token = tl.arange(0, N)
-        s *= plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None]
+        s *= (plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF) * _unit_of(S, LEAF))[:, None]
         if S[LEAF][HAS_OFFSET]:
             whole = tl.sum(q[0].to(tl.float32), axis=0)
             s += plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None] * whole[None, :]
@@ -210,74 +243,112 @@ def _offsets(offset, y):
         return product((offset.to(tl.float32) * (1.0 / most)).to(tl.float16), y) * most
 
 
-@triton.constexpr_function
-def _reversed(k, B):
-    """Return the number of a slice with its two bits (of 4-bit codes) or three bits reversed."""
-    return (k & 1) * 4 + (k & 2) + k // 4 if B == 2 else (k & 1) * 2 + k // 2
+@triton.jit
+def _by_column(p, NB: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """Return weights [32·NB, rows] in the order of columns."""
+    R: tl.constexpr = p.shape[1]
+    B: tl.constexpr = S[LEAF][BITS]
+    if S[LEAF][IS_INTEGER]:
+        x = tl.permute(tl.reshape(p, (NB * B, 16 // B, 2, R)), (1, 0, 2, 3))
+    else:
+        x = tl.permute(tl.reshape(p, (NB * B, 2, 2, 2, R)), (3, 1, 0, 2, 4))
+    return tl.reshape(x, (32 * NB, R))
 
 
 @triton.jit
-def _weight_slices(p, B: tl.constexpr, NB: tl.constexpr):
-    """Cut weights [32·NB, rows] into slices [half-words, rows], a tuple."""
-    R: tl.constexpr = p.shape[1]
-    D: tl.constexpr = 16 // B
-    x = tl.permute(tl.reshape(p, (NB * B, D, 2, R)), (0, 2, 3, 1))
-    parts = (x,)
-    for level in tl.static_range(3 if B == 2 else 2):
-        halves = ()
-        for i in tl.static_range(1 << level):
-            low, high = tl.split(tl.reshape(parts[i], (NB * B, 2, R, D >> (level + 1), 2)))
-            halves = halves + (low, high)  # type: ignore[assignment]
-        parts = halves  # type: ignore[assignment]
-    slices = ()
-    for k in tl.static_range(D):  # each split removed the lowest bit of a slice's number
-        slices = slices + (tl.reshape(parts[_reversed(k, B)], (NB * B * 2, R)),)  # type: ignore[assignment]
-    return slices
+def _by_token(s, NB: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
+    """Inverse of `_by_column`."""
+    R: tl.constexpr = s.shape[1]
+    B: tl.constexpr = S[LEAF][BITS]
+    if S[LEAF][IS_INTEGER]:
+        x = tl.permute(tl.reshape(s, (16 // B, NB * B, 2, R)), (1, 0, 2, 3))
+    else:
+        x = tl.permute(tl.reshape(s, (2, 2, NB * B, 2, R)), (2, 1, 3, 0, 4))
+    return tl.reshape(x, (32 * NB, R))
+
+
+@triton.jit
+def _value_columns(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Load values by columns, float16 [channel groups, 32, columns]."""
+    G: tl.constexpr = S[LEAF][PADDED] // 32
+    B: tl.constexpr = S[LEAF][BITS]
+    word = tl.arange(0, B * NB)[None, :, None]
+    c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, None, :]
+    i = word // B * 32
+    first = from_block(n0, i, S, LEAF)
+    at = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (B * 16)
+    at += (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + word % B * 16
+    x = _words(leaf, b, h, n0, at, (c < S[LEAF][CHANNELS]) & (n0 + i < T), S, LEAF)
+    return _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
 
 
 @triton.jit
 def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
     G: tl.constexpr = S[LEAF][PADDED] // 32
-    B: tl.constexpr = S[LEAF][BITS]
+    N: tl.constexpr = NB * 32
     R: tl.constexpr = p.shape[1]
-    j = tl.arange(0, 2 * B * NB)
-    c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, :, None]
-    i = j[None, None, :] // (2 * B) * 32
-    first = from_block(n0, i, S, LEAF)
-    unit = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (B * 16)
-    at = (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + unit + j[None, None, :] // 2 % B * 16
-    x = _halves(leaf, b, h, n0, at, j[None, None, :], (c < S[LEAF][CHANNELS]) & (n0 + i < T), S, LEAF)
-    table = leaf[TABLE] + b * leaf[TABLE + 1]
-    token = tl.arange(0, 32 * NB)
+    x = _value_columns(leaf, b, h, n0, T, S, LEAF, NB)
+    token = tl.arange(0, N)
+    column, unit = _column(token, N, S, LEAF)
     if S[LEAF][SCALES] == TO_PRODUCT:
         scale = plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)
         most = largest(scale)
-        weights = _weight_slices((p * (scale * (1.0 / most))[:, None]).to(tl.float16), B, NB)
-        x = _slices(tl.reshape(x, (32 * G, j.shape[0])), table, S, LEAF)
-        out = tl.zeros((32 * G, R), tl.float32)
-        for k in tl.static_range(16 // B):
-            out += product(x[k], weights[k])
-        out *= most
+        weights = _by_column((p * (scale * (1.0 / most))[:, None]).to(tl.float16), NB, S, LEAF)
+        if S[LEAF][IS_INTEGER]:
+            weights *= (1.0 / unit).to(tl.float16)[:, None]
+        out = product(tl.reshape(x, (32 * G, N)), weights) * (most * _unit_of(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
             offset = plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
         return out
     else:
-        x = _slices(x, table, S, LEAF)
         channel = 32 * tl.arange(0, G)[:, None]
-        ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
-        most = power_of_two(tl.max(plane(leaf, SCALE, b, h, n0, token[None, :], channel, ok, S, LEAF), axis=1))
+        ok = (n0 + column < T)[None, :] & (channel < S[LEAF][CHANNELS])
+        scale = plane(leaf, SCALE, b, h, n0, column[None, :], channel, ok, S, LEAF)
+        most = power_of_two(tl.max(scale, axis=1))
         p = p.to(tl.float16)
-        weights = _weight_slices(p, B, NB)
-        out = tl.zeros((G, 32, R), tl.float32)
-        for k in tl.static_range(16 // B):
-            n = _column(j, B, k)[None, :]
-            inside = (n0 + n < T) & (channel < S[LEAF][CHANNELS])
-            scale = plane(leaf, SCALE, b, h, n0, n, channel, inside, S, LEAF) * (1.0 / most)[:, None]
-            out += product(x[k], weights[k][None, :, :] * scale.to(tl.float16)[:, :, None])
-        out *= most[:, None, None]
+        scale *= (1.0 / most)[:, None] * (1.0 / unit)[None, :]
+        out = product(x, _by_column(p, NB, S, LEAF)[None, :, :] * scale.to(tl.float16)[:, :, None])
+        out *= (most * _unit_of(S, LEAF))[:, None, None]
         if S[LEAF][HAS_OFFSET]:
+            ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
             offset = stored_plane(leaf, OFFSET, b, h, n0, token[None, :], channel, ok, S, LEAF)
             out += _offsets(offset, p)[:, None, :]
         return tl.reshape(out, (32 * G, R))
+
+
+@triton.jit
+def load_latent_slices(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Decode values that are keys, too: float16 [channels, columns], and the power of two that divides them."""
+    G: tl.constexpr = S[LEAF][PADDED] // 32
+    x = _value_columns(leaf, b, h, n0, T, S, LEAF, NB)
+    column, unit = _column(tl.arange(0, NB * 32)[None, :], NB * 32, S, LEAF)
+    channel = 32 * tl.arange(0, G)[:, None]
+    ok = (n0 + column < T) & (channel < S[LEAF][CHANNELS])
+    scale = plane(leaf, SCALE, b, h, n0, column, channel, ok, S, LEAF)
+    MOST: tl.constexpr = 1 << S[LEAF][BITS] if S[LEAF][IS_INTEGER] else 1
+    most = largest(scale) * MOST
+    if S[LEAF][IS_INTEGER]:
+        x *= 32768.0  # 2^15, the largest power of two
+        scale *= 512.0 / unit
+    if S[LEAF][HAS_OFFSET]:
+        offset = plane(leaf, OFFSET, b, h, n0, column, channel, ok, S, LEAF)
+        most = tl.maximum(most, largest(offset))
+        x = x * (scale * (1.0 / most)).to(tl.float16)[:, None, :] + (offset * (1.0 / most)).to(tl.float16)[:, None, :]
+    else:
+        x *= (scale * (1.0 / most)).to(tl.float16)[:, None, :]
+    return tl.reshape(once(x), (32 * G, NB * 32)), most
+
+
+@triton.jit
+def latent_slices_scores(loaded, q, S: tl.constexpr, LEAF: tl.constexpr):
+    """Scores [tokens, rows] of q float32 [channels, rows], whose elements are at most 1."""
+    s = product(tl.trans(loaded[0]), q.to(tl.float16)) * loaded[1]
+    return _by_token(s, loaded[0].shape[1] // 32, S, LEAF)
+
+
+@triton.jit
+def latent_slices_sums(loaded, p, S: tl.constexpr, LEAF: tl.constexpr):
+    """Σ p·v̂ [channels, rows] of weights p float32 [tokens, rows]."""
+    return product(loaded[0], _by_column(p.to(tl.float16), loaded[0].shape[1] // 32, S, LEAF)) * loaded[1]

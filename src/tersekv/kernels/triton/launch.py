@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -82,6 +82,23 @@ def attend_pages(
     return _attend(query.contiguous(), [group], [mask], scaling, softcap, where)
 
 
+class Work(NamedTuple):
+    """A group that a launch reads, its queries [B, H, R, D] of any float type, a mask or None per
+    segment, and the correction of its scores, see `softmax.score_bias`."""
+
+    query: Tensor
+    group: Group
+    masks: Sequence[Tensor | None]
+    correction: Tensor | None = None
+
+
+class Mapping(NamedTuple):
+    """Arguments and constants with which the first launch maps queries, see `attend_kernel.attend`."""
+
+    arguments: tuple[Any, ...]
+    constants: tuple[int, ...]
+
+
 def _attend(
     query: Tensor, groups: Sequence[Group], masks: Sequence[Tensor | None], scaling: float, softcap: float | None,
     pages: tuple[Any, ...] = (),
@@ -93,23 +110,25 @@ def _attend(
     together = ([plain] if plain else []) if alike else [[group] for group in plain]
     results = []
     for members in (*together, *([group] for group in groups if not group.values.plain)):
-        out, lse = _launch(query, members, masks, scaling, softcap, pages)
+        outs, lses, counts = launch([Work(query, group, masks) for group in members], scaling, softcap, pages)
+        out, lse = (outs[:, :, 0], lses[:, :, 0]) if sum(counts) == 1 else _merged(outs, lses)
         results.append((members[0].values.join(out), lse))
     return results[0] if len(results) == 1 else merge_segments([out for out, _ in results], [lse for _, lse in results])
 
 
-def _launch(query: Tensor, groups: Sequence[Group], *call: Any) -> tuple[Tensor, Tensor]:
-    """Return out [B, H, R, channels] and lse [B, H, R] over groups that have equally many channels.
-    A kernel that does not fit the GPU is compiled again in smaller sizes.
+def launch(works: Sequence[Work], *call: Any) -> tuple[Tensor, Tensor, list[int]]:
+    """Return outs [B, H, splits, R, channels] and lses [B, H, splits, R] of groups that have equally
+    many channels, and the number of splits of each group. A kernel that does not fit the GPU is
+    compiled again in smaller sizes.
 
     Raises:
         NotTaken: the kernel's smallest size does not fit the GPU.
     """
     while True:
         try:
-            return _launched(query, groups, *call)
+            return _launched(works, *call)
         except OutOfResources as error:
-            smaller = [_shrink(group, query.shape[2]) for group in groups]
+            smaller = [_shrink(work.group, work.query.shape[2]) for work in works]
             if not any(smaller):
                 raise NotTaken(str(error)) from error
 
@@ -120,30 +139,43 @@ def _shrink(group: Group, R: int) -> bool:
 
 
 def _launched(
-    query: Tensor, groups: Sequence[Group], masks: Sequence[Tensor | None], scaling: float, softcap: float | None,
-    pages: tuple[Any, ...],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    (B, H, R, _), channels = query.shape, groups[0].values.channels
-    plans = [group.planned((B * H, R, *pages[2:3]), _planner(group, B * H, R, *pages[2:3])) for group in groups]
-    splits = sum(count for _, count, _ in plans)
-    out, lse = query.new_empty((B, H, splits, R, channels)), query.new_empty((B, H, splits, R))
+    works: Sequence[Work], scaling: float, softcap: float | None, pages: tuple[Any, ...] = (),
+    mapping: Mapping | None = None,
+) -> tuple[Tensor, Tensor, list[int]]:  # fmt: skip
+    query, channels = works[0].query, works[0].group.values.channels
+    B, H, R, _ = query.shape
+    plans = [group.planned((B * H, R, *pages[2:3]), _planner(group, B * H, R, *pages[2:3])) for _, group, *_ in works]
+    counts = [count for _, count, _ in plans]
+    out, lse = (query.new_empty((B, H, sum(counts), R, *more), dtype=torch.float32) for more in ((channels,), ()))
     first = 0
-    for group, (chosen, count, runs) in zip(groups, plans, strict=True):
-        given, masked = _masks(group, masks, query)
+    for work, (chosen, count, runs) in zip(works, plans, strict=True):
+        query, group = work.query, work.group
+        given, masked = _masks(group, work.masks, query)
+        to_map = Mapping((query,), ()) if mapping is None or first else mapping
         if B * H * R:
-            kernels.attend[(count, B * H, -(-R // chosen.rows))](
+            kernels.attend[(count + sum(to_map.constants[:1]), B * H, -(-R // chosen.rows))](
                 out, lse, tuple(_query(leaf, query) for leaf in group.keys.leaves),
                 tuple(_matrix(leaf, query) for leaf in group.keys.leaves), _or(group.keys.pairs, query),
                 group.segments, _or(group.table, query), 0 if group.table is None else group.table.shape[1],
-                _or(runs, query), given, pages or (query,), B, H, R, channels, first, splits, chosen.split_tokens,
-                float(scaling), float(softcap or 0.0), KEYS=group.key_specs, VALUES=group.value_specs,
-                FIELDS=group.field_codes, ROPED=group.keys.roped, LATENT=group.values.latent, PAGED=bool(pages),
-                MASKED=masked,
+                _or(runs, query), given, pages or (query,), to_map.arguments, _correction(work), B, H, R, channels,
+                first, sum(counts), chosen.split_tokens, float(scaling), float(softcap or 0.0), KEYS=group.key_specs,
+                VALUES=group.value_specs, FIELDS=group.field_codes, ROPED=group.keys.roped,
+                LATENT=group.values.latent, PAGED=bool(pages), MASKED=masked, MAPPING=to_map.constants,
+                CORRECTED=0 if work.correction is None else power(work.correction.shape[-1]),
                 HAS_SOFTCAP=softcap is not None, ROWS=chosen.rows, NB=chosen.blocks, num_warps=chosen.warps,
                 num_stages=chosen.stages,
             )  # fmt: skip
         first += count
-    return (out[:, :, 0], lse[:, :, 0]) if splits == 1 else _merged(out, lse)
+    return out, lse, counts
+
+
+def _correction(work: Work) -> tuple[Any, ...]:
+    """Return the correction as kernel arguments; any tensor if there is none."""
+    query, of = work.query, work.correction
+    if of is None:
+        return (query,)
+    of = last_contiguous(of.float())
+    return of, of.stride(0) if len(of) > 1 else 0, of.stride(1), of.shape[-1], query, query.stride(2)
 
 
 def _planner(group: Group, heads: int, R: int, page_tokens: int | None = None) -> Any:

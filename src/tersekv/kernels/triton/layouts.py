@@ -16,7 +16,15 @@ from tersekv.kernels.triton.grid import (
     value_grid_scores,
     value_grid_sums,
 )
-from tersekv.kernels.triton.grid_slices import load_keys_slices, load_values_slices, query_slices, sliced
+from tersekv.kernels.triton.grid_slices import (
+    latent_slices_scores,
+    latent_slices_sums,
+    load_keys_slices,
+    load_latent_slices,
+    load_values_slices,
+    query_slices,
+    sliced,
+)
 from tersekv.kernels.triton.leaves import (
     CHANNELS,
     FIRST,
@@ -51,7 +59,7 @@ from tersekv.kernels.triton.tokens import (
 from tersekv.kernels.triton.trellis import (
     decode_trellis,
     load_keys_trellis,
-    load_trellis,
+    load_latent_trellis,
     load_values_trellis,
     trellis_scores,
     trellis_sums,
@@ -76,13 +84,13 @@ def _query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.c
     by a power of two near each row's largest element. Also return these powers."""
     channel, inside = _met(S, LEAF)
     ok = row_ok[None, :] & inside[:, None]
-    q = tl.load(rows[None, :] + channel[:, None], mask=ok, other=0.0)
+    q = tl.load(rows[None, :] + channel[:, None], mask=ok, other=0.0).to(tl.float32)
     most = tl.max(tl.abs(q), axis=0)[None, :]
     across = q
     if ROPED:
         partner = tl.load(pairs + 4 * (S[LEAF][FIRST] + channel) + 1, mask=inside, other=0)
         sign = tl.load(pairs + 4 * (S[LEAF][FIRST] + channel) + 3, mask=inside, other=0)
-        across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0)
+        across = tl.load(rows[None, :] + (partner - S[LEAF][FIRST])[:, None], mask=ok, other=0.0).to(tl.float32)
         across *= sign.to(tl.float32)[:, None]
         most = tl.maximum(most, tl.max(tl.abs(across), axis=0)[None, :])
     most = 2.0 * power_of_two(most)  # factor 2, so that no element exceeds 1
@@ -98,7 +106,7 @@ def leaf_query(
     if S[LEAF][KIND] == SPARSE or (S[LEAF][KIND] == SKETCH and not ROPED):
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
-    elif S[LEAF][KIND] == GRID and not ROPED and not LATENT and sliced(S, LEAF, S[LEAF][PADDED] // 32):
+    elif S[LEAF][KIND] == GRID and not ROPED and not LATENT and sliced(S, LEAF):
         q, _, most = _query(rows, row_ok, pairs, ROPED, S, LEAF)
         return query_slices(q, most, rows, row_ok, S, LEAF), most, most
     else:
@@ -132,10 +140,12 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
 @triton.jit
 def load_latent(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Load latents or rotated keys once, for scores and sums. Their grids are packed as those of values."""
-    if S[LEAF][KIND] == GRID:
+    if S[LEAF][KIND] == GRID and sliced(S, LEAF):
+        return load_latent_slices(leaf, b, h, n0, T, S, LEAF, NB)
+    elif S[LEAF][KIND] == GRID:
         return load_value_grid(leaf, b, h, n0, T, S, LEAF, NB)
     elif S[LEAF][KIND] == TRELLIS:
-        return load_trellis(leaf, b, h, n0, T, S, LEAF, NB * 32)
+        return load_latent_trellis(leaf, b, h, n0, T, S, LEAF, NB * 32)
     else:
         x = _decoded(leaf, (), b, h, n0, T, S, LEAF, NB)
         most = largest(x)
@@ -146,7 +156,9 @@ def load_latent(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.c
 def latent_scores(loaded, query, S: tl.constexpr, LEAF: tl.constexpr):
     """q·k̂ [tokens, rows] of what `load_latent` returned."""
     q, _, most = query
-    if S[LEAF][KIND] == GRID:
+    if S[LEAF][KIND] == GRID and sliced(S, LEAF):
+        return latent_slices_scores(loaded, q, S, LEAF) * most
+    elif S[LEAF][KIND] == GRID:
         return value_grid_scores(loaded, q, S, LEAF) * most
     elif S[LEAF][KIND] == TRELLIS:
         return trellis_scores(loaded, q) * most
@@ -157,7 +169,9 @@ def latent_scores(loaded, query, S: tl.constexpr, LEAF: tl.constexpr):
 @triton.jit
 def latent_sums(loaded, p, S: tl.constexpr, LEAF: tl.constexpr):
     """Σ p·v̂ [channels, rows] of what `load_latent` returned."""
-    if S[LEAF][KIND] == GRID:
+    if S[LEAF][KIND] == GRID and sliced(S, LEAF):
+        return latent_slices_sums(loaded, p, S, LEAF)
+    elif S[LEAF][KIND] == GRID:
         return value_grid_sums(loaded, p, S, LEAF)
     elif S[LEAF][KIND] == TRELLIS:
         return trellis_sums(loaded, p)
@@ -194,7 +208,7 @@ def scores(
     elif ROPED:
         x = _decoded(leaf, map, b, h, n0, T, S, LEAF, NB)
         return _roped_scores(x, q, across, rope, b, h, n0, T, S, LEAF, NB * 32, ROPED) * most
-    elif S[LEAF][KIND] == GRID and sliced(S, LEAF, S[LEAF][PADDED] // 32):
+    elif S[LEAF][KIND] == GRID and sliced(S, LEAF):
         return load_keys_slices(leaf, q, b, h, n0, T, S, LEAF, NB) * most
     elif S[LEAF][KIND] == GRID:
         return load_keys_grid(leaf, q, b, h, n0, T, S, LEAF, NB) * most
@@ -215,7 +229,7 @@ def scores(
 @triton.jit
 def sums(leaf, p, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
     """Σ p·v̂ [channels, rows] of one leaf of the values, weights p float32 [32·NB, rows]."""
-    if S[LEAF][KIND] == GRID and sliced(S, LEAF, NB):
+    if S[LEAF][KIND] == GRID and sliced(S, LEAF):
         return load_values_slices(leaf, p, b, h, n0, T, S, LEAF, NB)
     elif S[LEAF][KIND] == GRID:
         return load_values_grid(leaf, p, b, h, n0, T, S, LEAF, NB)

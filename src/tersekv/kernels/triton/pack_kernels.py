@@ -224,7 +224,7 @@ def write_stream(stream, windows, bits, n, D, words, WORDS: tl.constexpr, CHANNE
 
 
 @triton.jit
-def _entries(basis, d, c, ok, D):
+def basis_entries(basis, d, c, ok, D):
     """Entries of a basis in rows d and channels c, float32. An entry has 6 bits, in one byte or
     two."""
     at = d * D + c
@@ -250,10 +250,10 @@ def basis_product(
     o = tl.program_id(1) * OUTPUTS + tl.arange(0, OUTPUTS)
     k = tl.arange(0, CHANNELS)
     if COMBINE:
-        entries = _entries(basis, k[:, None], o[None, :], (k < D)[:, None] & (o < D)[None, :], D)
+        entries = basis_entries(basis, k[:, None], o[None, :], (k < D)[:, None] & (o < D)[None, :], D)
         factor = tl.load(channels + o, mask=o < D, other=0.0).to(tl.float32)
     else:
-        entries = _entries(basis, o[:, None], k[None, :], (o < D)[:, None] & (k < D)[None, :], D)
+        entries = basis_entries(basis, o[:, None], k[None, :], (o < D)[:, None] & (k < D)[None, :], D)
         factor = tl.load(channels + k, mask=k < D, other=0.0).to(tl.float32)
     begin = tl.program_id(2) * ROWS
     for r in range(begin, tl.minimum(begin + ROWS, R)):
@@ -278,7 +278,7 @@ def basis_inverse(out, basis, basis_b, basis_h, channels, channels_b, channels_h
     channels += b.to(tl.int64) * channels_b + h.to(tl.int64) * channels_h
     i = tl.arange(0, CHANNELS)
     ok = (i < D)[:, None] & (i < D)[None, :]
-    a = _entries(basis, i[:, None], i[None, :], ok, D).to(tl.float64)
+    a = basis_entries(basis, i[:, None], i[None, :], ok, D).to(tl.float64)
     a *= tl.load(channels + i, mask=i < D, other=0.0).to(tl.float64)[None, :]
     a = tl.where(ok, a, 0.0)
     pivot_of = i * 0  # row of each step

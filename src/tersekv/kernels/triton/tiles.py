@@ -57,6 +57,16 @@ def product(x, y):
 
 
 @triton.jit
+def once(x):
+    """Return float16 x of at least two elements per thread. The compiler would otherwise compute x again for each
+    product that it is an operand of."""
+    if INTERPRETED or not is_cuda():
+        return x
+    else:
+        return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], tl.float16, False, 2)
+
+
+@triton.jit
 def load_words(codes, at, left, BITS: tl.constexpr):
     """Load the words of units that begin at `codes + at`: a tuple of BITS int32 tensors of its
     shape. Consecutive words are 16 apart; words from `left` on do not exist."""

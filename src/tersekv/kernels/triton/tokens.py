@@ -308,13 +308,13 @@ def load_keys_sketch(
     q = tl.zeros((NB, P, R), tl.float32)
     for j in range(S[LEAF][CHOSEN]):
         channel = tl.load(at + j, mask=n0 + 32 * i < T, other=0).to(tl.int32)[:, None]
-        chosen = tl.load(rows[None, :] + leaf[BEHIND] + channel, mask=row_ok[None, :], other=0.0)
+        chosen = tl.load(rows[None, :] + leaf[BEHIND] + channel, mask=row_ok[None, :], other=0.0).to(tl.float32)
         column = tl.zeros_like(channel) + j if S[LEAF][OF_CHOSEN] else channel
         sketch = tl.load(leaf[SKETCH] + m * leaf[SKETCH + 1] + column, mask=m < S[LEAF][SKETCH_ROWS], other=0.0)
         q += sketch[:, :, None] * chosen[:, None, :]
     if not S[LEAF][OF_CHOSEN]:
         ok = (m < S[LEAF][SKETCH_ROWS])[:, :, None] & row_ok[None, None, :]
-        q = tl.load(rows[None, None, :] + m[:, :, None], mask=ok, other=0.0) - q
+        q = tl.load(rows[None, None, :] + m[:, :, None], mask=ok, other=0.0).to(tl.float32) - q
     most = largest(q)
     signs = tl.reshape(_sketch_signs(leaf, b, h, n0, T, S, LEAF, NB * 32), (NB, 32, P))
     s = tl.reshape(product(signs, (q / most).to(tl.float16)) * most, (NB * 32, R))

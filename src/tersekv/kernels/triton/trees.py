@@ -196,12 +196,13 @@ def _sketched(
     made_of = () if readable.dry else (identity(S), identity(sketch.channels), identity(sketch.dropped))
     if not roped:
         leaf, unsketched = readable.signs(sketch), query
-        return leaf._replace(query=lambda of: sketch.query(unsketched(of)), origin=(*origin, *made_of))
+        return leaf._replace(query=lambda of: sketch.query(unsketched(of).float()), origin=(*origin, *made_of))
     leaf = changed(readable.signs(sketch), constants.FIRST, first)._replace(query=query, origin=origin)
     return _mapped(leaf, functools.partial(_spread, sketch, D), (len(S), D), made_of)
 
 
 def _with_sketched(query: Tensor, S: Tensor) -> Tensor:
+    query = query.float()
     return torch.cat([torch.matmul(query, S.T), query], dim=-1)
 
 

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from tersekv.kernels.triton.leaves import BLOCK, CHANNELS, PADDED, STREAM_WORDS
-from tersekv.kernels.triton.tiles import INTERPRETED, head_at, largest, product, stored_at, tokens_at
+from tersekv.kernels.triton.tiles import INTERPRETED, head_at, largest, once, product, stored_at, tokens_at
 
 # Fields of a leaf: stream and gains with strides of batch row, head and block; bits and scales with
 # strides of batch row, head and component; tables.
@@ -102,37 +102,43 @@ def decode_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl
 @triton.jit
 def load_keys_trellis(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Scores [N, rows] of q float32 [channels, rows]."""
-    return trellis_scores(load_trellis(leaf, b, h, n0, T, S, LEAF, N), q)
-
-
-@triton.jit
-def load_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """Load vectors that are keys, values or both: entries float16 [N, channels], scales and gains."""
-    x = _entries(leaf, b, h, n0, T, S, LEAF, N)
-    return x, _scales(leaf, b, h, S, LEAF), _gains(leaf, b, h, n0, T, S, LEAF, N)
-
-
-@triton.jit
-def trellis_scores(loaded, q):
-    """Scores [N, rows] of q float32 [channels, rows]."""
-    x, scales, gains = loaded
+    x, scales = _entries(leaf, b, h, n0, T, S, LEAF, N), _scales(leaf, b, h, S, LEAF)
+    gains = _gains(leaf, b, h, n0, T, S, LEAF, N)
     q *= scales[:, None]
     most = largest(q)
-    return product(x, (q / most).to(tl.float16)) * (gains * most)[:, None]
-
-
-@triton.jit
-def trellis_sums(loaded, p):
-    """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
-    x, scales, gains = loaded
-    weights = p * (gains * (1.0 / GAIN_ROOM))[:, None]
-    return product(tl.trans(x), weights.to(tl.float16)) * (scales * GAIN_ROOM)[:, None]
+    return trellis_scores((x, gains, most), q / most)
 
 
 @triton.jit
 def load_values_trellis(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
     """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
-    return trellis_sums(load_trellis(leaf, b, h, n0, T, S, LEAF, N), p)
+    x, scales = _entries(leaf, b, h, n0, T, S, LEAF, N), _scales(leaf, b, h, S, LEAF)
+    return trellis_sums((x, _gains(leaf, b, h, n0, T, S, LEAF, N), scales[:, None]), p)
+
+
+@triton.jit
+def load_latent_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
+    """Load vectors that are keys and values: float16 [N, channels], gains of tokens, and the power of two that divides
+    all."""
+    scales = _scales(leaf, b, h, S, LEAF)
+    most = largest(scales)
+    x = _entries(leaf, b, h, n0, T, S, LEAF, N) * (scales * (1.0 / most)).to(tl.float16)[None, :]
+    return once(x), _gains(leaf, b, h, n0, T, S, LEAF, N), most
+
+
+@triton.jit
+def trellis_scores(loaded, q):
+    """Scores [N, rows] of q float32 [channels, rows]."""
+    x, gains, most = loaded
+    return product(x, q.to(tl.float16)) * (gains * most)[:, None]
+
+
+@triton.jit
+def trellis_sums(loaded, p):
+    """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
+    x, gains, most = loaded
+    weights = p * (gains * (1.0 / GAIN_ROOM))[:, None]
+    return product(tl.trans(x), weights.to(tl.float16)) * (most * GAIN_ROOM)
 
 
 # Constants of `kernels/trellis.py`.

@@ -64,7 +64,7 @@ def compile_for(target: str, noted: Callable[[JITFunction, Any, dict[str, Any]],
 
 
 class Counts(NamedTuple):
-    """Counts of a kernel's largest loop.
+    """Counts of a kernel's largest loop, or of the whole kernel.
 
     instructions: of one warp in one turn. shared: those that access shared memory. barriers: those that wait
     for the other warps. registers: per thread. stack_bytes: spilled, per thread. shared_bytes: of a program.
@@ -80,8 +80,8 @@ class Counts(NamedTuple):
     programs: int
 
 
-def counts(made: Any, target: str, warps: int) -> Counts:
-    """Count the instructions of a kernel compiled for an NVIDIA GPU."""
+def counts(made: Any, target: str, warps: int, whole: bool = False) -> Counts:
+    """Count the instructions of a kernel compiled for an NVIDIA GPU, of its largest loop or as a whole."""
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(made.asm["cubin"])
@@ -93,7 +93,7 @@ def counts(made: Any, target: str, warps: int) -> Counts:
     found = re.search(r"REG:(\d+) STACK:(\d+)", use)
     assert found is not None, use
     registers, stack = map(int, found.groups())
-    names = collections.Counter(line.split(".")[0] for line in _largest_loop(code))
+    names = collections.Counter(line.split(".")[0] for line in _largest_loop(code, whole))
     shared = sum(names[name] for name in ("LDS", "STS", "LDSM", "STSM"))
     held = made.metadata.shared + 1024
     programs = min(
@@ -102,8 +102,9 @@ def counts(made: Any, target: str, warps: int) -> Counts:
     return Counts(sum(names.values()), shared, names["BAR"], registers, stack, made.metadata.shared, programs)
 
 
-def _largest_loop(code: str) -> list[str]:
-    """Return the instructions of the longest backward branch's loop, without predicates."""
+def _largest_loop(code: str, whole: bool) -> list[str]:
+    """Return the instructions of the longest backward branch's loop, or all up to the end of the program, without
+    predicates."""
     lines: list[str] = []
     labels: dict[str, int] = {}
     loops = [(0, 0)]
@@ -115,5 +116,7 @@ def _largest_loop(code: str) -> list[str]:
             to = re.search(r"BRA.*?(\.L_x_\d+)", line)
             if to and to[1] in labels:
                 loops.append((labels[to[1]], len(lines)))
+    if whole:
+        return lines[: lines.index("EXIT") + 1] if "EXIT" in lines else lines
     first, last = max(loops, key=lambda loop: loop[1] - loop[0])
     return lines[first:last]
