@@ -65,15 +65,16 @@ def page() -> Page:
         "Presets and retrieval",
         "`default` and `safe` beside `kivi:bits=4` on three models, five texts and three lengths; passkeys and "
         "needles.",
-        "Presets are rules: `trellis` chooses the codec of each layer by its shape, so on Gemma 3, with heads of 256 "
-        "channels, both are coded as `kivi:bits=4`.",
+        "Presets are rules: `trellis` chooses the codec of each layer by its shape. On Gemma 3, with heads of 256 "
+        "channels, both are `kivi:bits=4`, but in layers that hold 4,096 tokens and more `trellis` with 4 bits.",
         (
             Section(
                 "Presets on three models",
                 "True bits with everything counted, and KL divergence in nats, float32: a prefix is packed after one "
                 "exact prefill, and the next 256 tokens are scored 64 at a time. One window is a small sample: cells "
                 "that differ by a third can change places with another window. Texts: wikitext-2 test, C4, Python's "
-                "standard library (code), MT-Bench's questions (chat), manual pages in three languages.",
+                "standard library (code), MT-Bench's questions (chat), manual pages in three languages; the last two are "
+                "other files for Gemma 3.",
                 three_models.of_presets(rows("three_models.jsonl")), ["three_models.jsonl"],
                 "python benchmarks/three_models.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --text C4=FILE --out "
                 "FOLDER",

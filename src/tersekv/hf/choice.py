@@ -90,7 +90,7 @@ def choose(
     def made(name: str, why: str) -> Choice:
         others = tuple(other for other in candidates if other != name)
         if name == "default" and known.shape.key_dim >= WIDE:
-            why += f"; heads of {known.shape.key_dim} channels are coded as with kivi:bits=4"
+            why += f"; heads of {known.shape.key_dim} channels have 4 bits"
         elif name == LEAST.format(f"{RATE:g}"):
             why += MISSES
         if known.longest and tokens > known.longest:

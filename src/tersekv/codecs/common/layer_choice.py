@@ -12,11 +12,13 @@ from typing import Literal
 from tersekv.codecs.uniform import Uniform
 from tersekv.layouts.base import Side
 
-VECTORS_PER_CHANNEL = 12
-"""Tokens per channel of a head below which no basis is fitted. 8 are too few, 16 are enough."""
+VECTORS_PER_CHANNEL = (12, 16)
+"""Tokens per channel of a head below which no basis is fitted, and those of heads of `WIDE` channels. With fewer the
+basis costs more bytes than it saves beside integers of `INTEGER_BITS`."""
 
 WIDE = 256
-"""Channels of a head from which on no basis is fitted, however many tokens there are."""
+"""Channels of a head from which on a basis is fitted at `INTEGER_BITS` and more only: with 3.5 bits some texts
+diverged more than with integers, and a basis with fewer codes important tokens worst."""
 
 LEAST_CHOSEN = 3.5
 """Bits from which on the rate is chosen, too: that of the preset `default`."""
@@ -28,15 +30,16 @@ INTEGER_BITS, INTEGER_GROUP = 4, 32
 def chosen(bits: float, held: int, head_dim: int) -> tuple[Literal["auto", "channels", "integers"], float]:
     """Return basis and bits of a layer; "auto" stands for a fitted basis.
 
-    A layer gets integers in groups, as `kivi` has them, if it holds fewer than VECTORS_PER_CHANNEL
-    tokens per channel or has heads of WIDE channels. Rates below LEAST_CHOSEN stay what they are: such
-    a layer keeps its channels.
+    A layer that holds fewer than VECTORS_PER_CHANNEL tokens per channel gets integers in groups, as `kivi`
+    has them. Rates below LEAST_CHOSEN stay what they are: such a layer, and one with heads of WIDE channels,
+    keeps its channels.
 
     bits: of the recipe. held: tokens that the layer is expected to hold.
     """
-    if held >= VECTORS_PER_CHANNEL * head_dim and head_dim < WIDE:
-        return "auto", bits
-    return ("channels", bits) if bits < LEAST_CHOSEN else ("integers", INTEGER_BITS)
+    wide = head_dim >= WIDE
+    if held < VECTORS_PER_CHANNEL[wide] * head_dim or (wide and bits < LEAST_CHOSEN):
+        return ("channels", bits) if bits < LEAST_CHOSEN else ("integers", INTEGER_BITS)
+    return "auto", max(bits, INTEGER_BITS) if wide else bits
 
 
 def integers_of_kivi(side: Side, head_dim: int, pre_rope: bool, per_head: bool) -> Uniform:
