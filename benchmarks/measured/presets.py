@@ -73,8 +73,8 @@ def page() -> Page:
                 "True bits with everything counted, and KL divergence in nats, float32: a prefix is packed after one "
                 "exact prefill, and the next 256 tokens are scored 64 at a time. One window is a small sample: cells "
                 "that differ by a third can change places with another window. Texts: wikitext-2 test, C4, Python's "
-                "standard library (code), MT-Bench's questions (chat), manual pages in three languages; the last two are "
-                "other files for Gemma 3.",
+                "standard library (code), MT-Bench's questions (chat), manual pages in three languages. Gemma 3 read "
+                "other files of the last two.",
                 three_models.of_presets(rows("three_models.jsonl")), ["three_models.jsonl"],
                 "python benchmarks/three_models.py --model Qwen/Qwen2.5-Coder-0.5B-Instruct --text C4=FILE --out "
                 "FOLDER",
