@@ -198,16 +198,17 @@ def test_rows_of_a_batch_are_as_alone():
 
 def test_padding_has_no_high_rate_before_tokens_have():
     """A row with much padding: its own share of real tokens is high, and padding fills up."""
-    tokens = made(2, 700)
-    store = fed(f"{OPTIONS}+{TRELLIS}", tokens, [0, 700], [0, 300])
+    prompt = made(2, 700)
+    store = fed(f"{OPTIONS}+{TRELLIS}", prompt, [0, 700], [0, 300])
     high = store.ranked[0].is_high()
     assert store.packed_tokens == 640
     assert high.sum(-1).unique().tolist() == [160]
     real = high[1, :, 300:].sum(-1)
     assert real.tolist() == [340 // 4] * H
     seen = torch.zeros(H, 700, dtype=torch.int)
-    for segment in store.packed_pages():
-        places, mask = segment.where.positions(), Masks(None, store.hidden).at(segment.where, segment.tokens)
+    pages = store.pages()
+    for where, tokens in zip(pages.where, pages.tokens, strict=True):
+        places, mask = where.positions(), Masks(None, store.hidden).at(where, tokens)
         seen.scatter_add_(1, places[1].long(), mask[1, :, 0].int())
     assert seen.tolist() == [[int(304 <= place < 644) for place in range(700)]] * H
 
@@ -264,7 +265,7 @@ def test_generated_tokens_are_ranked_in_chunks():
     store = fed(f"{OPTIONS}+{TRELLIS}", (keys, values, query), [0, 70, *range(71, 301)])
     assert (store.packed_tokens, store.sides[0].packed.tokens, store.ranked[0].queries.shape) == (
         256,
-        64,
+        H * 64,
         (1, H * G, KEPT, D),
     )
     assert torch.equal(store.ranked[0].queries, query[:, :, 176:300:EVERY].half())

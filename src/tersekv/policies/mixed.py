@@ -107,16 +107,16 @@ class Mixed(Keeping):
         """Return `CHUNK` blocks. Layers with a sliding window have one rate and pack single blocks."""
         return CHUNK * block if window is None else block
 
-    def chosen(self, tokens: int, unit: int) -> int:
-        """Return how many of the tokens that are packed have the codec's bits, a multiple of `unit`.
+    def chosen(self, share: float, tokens: int, unit: int) -> int:
+        """Return how many of a head's tokens that are packed have its higher rate, a multiple of `unit`.
 
         It is at least one block, also of a few generated tokens: later tokens read these most.
 
-        All have the codec's bits before the layer has got its rates.
+        All have it before the layer has got its rates.
         """
         if self.allots:
             return tokens
-        return min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
+        return min(tokens, math.ceil(share * tokens / unit - 1e-6) * unit)
 
     @staticmethod
     def kept_queries(seen: int, n: int) -> list[int]:
