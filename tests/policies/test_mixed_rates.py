@@ -14,11 +14,15 @@ from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_chunk, attend_store, grouped
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.packing import LOST_BLOCKS
+from tersekv.cache.segments import Observed
+from tersekv.codecs import Codec
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks
 from tersekv.policies.mixed import EVERY, KEPT
 from tersekv.recipe import Recipe
+from tersekv.sizes.rate_allotment import with_rates
 from tersekv.transforms.rope import standard_rope
 
 H, G, D = 2, 3, 64
@@ -46,16 +50,28 @@ def mask_of(first: int, n: int, padding: list[int] | None) -> Tensor | None:
     return seen
 
 
-def store_of(keys: Tensor, recipe: str) -> LayerStore:
-    store = LayerStore(Recipe.parse(recipe).plan(0, 1), keys, keys, None, standard_rope(D))
+RATES = torch.tensor([[4, 1, 0.25], [3, 2, 0.6]])
+"""Rates of two heads that share none."""
+
+
+def store_of(keys: Tensor, recipe: str, rates: Tensor | None = None) -> LayerStore:
+    plan = Recipe.parse(recipe).plan(0, 1)
+    plan = plan if rates is None else with_rates(plan, rates)
+    store = LayerStore(plan, keys, keys, None, standard_rope(D))
     assert store.ranked
     return store
 
 
-def fed(recipe: str, tokens: tuple[Tensor, ...], cuts: list[int], padding: list[int] | None = None) -> LayerStore:
+def fed(
+    recipe: str,
+    tokens: tuple[Tensor, ...],
+    cuts: list[int],
+    padding: list[int] | None = None,
+    rates: Tensor | None = None,
+) -> LayerStore:
     """Return a store that was fed the tokens in calls that end at `cuts`."""
     keys, values, query = tokens
-    store = store_of(keys, recipe)
+    store = store_of(keys, recipe, rates)
     for a, b in pairwise(cuts):
         part = keys[:, :, a:b], values[:, :, a:b]
         call = AttentionCall(query[:, :, a:b], mask_of(a, b - a, padding), 0.3)
@@ -71,13 +87,16 @@ def expected(store: LayerStore, call: AttentionCall) -> Tensor:
     return torch.matmul(weights, values).transpose(1, 2)
 
 
+@pytest.mark.parametrize("rates", [None, RATES], ids=["", "by head"])
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("padding", [None, [0, 37]], ids=["alike", "padded"])
-def test_attention_reads_every_token_at_its_rate(codec: str, padding: list[int] | None):
+def test_attention_reads_every_token_at_its_rate(codec: str, padding: list[int] | None, rates: Tensor | None):
     """A prompt, generated tokens and a second prompt; one query and many (decoded block by block)."""
     tokens = made(2, 1000)
     cuts = [0, 600, *range(601, 701), 1000]
-    store = fed(f"{OPTIONS}+{codec}", tokens, cuts, padding)
+    if rates is not None and "/" in codec:
+        rates = torch.tensor([[4, 2, 0.25], [3, 2, 0.6]])  # whole bits from 2 on
+    store = fed(f"{OPTIONS}+{codec}", tokens, cuts, padding, rates)
     assert store.num_tokens == 1000
     assert store.packed_tokens > 900
     for n in (1, 100):
@@ -105,6 +124,57 @@ def test_attention_reads_rates_far_apart(bits: float, rest: float, share: float)
     with backends.forced("reference"):
         wanted = attend_store(store, call)
     torch.testing.assert_close(attend_store(store, call), wanted, rtol=0, atol=2e-3)
+
+
+def test_heads_have_rates_and_shares_of_their_own():
+    """Each rate has a tier, in which heads have different numbers of blocks. Nothing is held for empty ones."""
+    keys, values, query = made(1, 1060)
+    store = fed(f"{OPTIONS},bias_correction=full+{TRELLIS}", (keys, values, query), [0, 1060], rates=RATES)
+    assert [tier.keys.codec.bits for tier in store.tiers] == [4, 3, 2, 1]
+    assert [tier.blocks.tolist() for tier in store.tiers] == [[[8, 0]], [[0, 20]], [[0, 12]], [[24, 0]]]
+    error = (store.decoded(torch.float32)[0] - keys)[0, :, 4:1028].square().mean(-1)
+    high = store.ranked[0].is_high()[0]
+    means = [float(error[h][high[h] == value].mean()) for h in range(H) for value in (True, False)]
+    for bits, mean in zip(RATES[:, :2].flatten().tolist(), means, strict=True):
+        assert 0.7 < mean / Codec.expected_error(bits) < 1.5
+    codes = sum((blocks * bits).sum() for blocks, bits in ((torch.tensor([8, 24]), torch.tensor([4, 1])),
+                                                          (torch.tensor([20, 12]), torch.tensor([3, 2]))))  # fmt: skip
+    assert store.footprint().parts["codes"] == int(codes) * 32 * 2 * D / 8
+    assert all(side.packed.capacity == len(side.packed) for tier in store.tiers for side in tier.sides)
+    for tier in store.tiers:  # heads without tokens of a rate have no correction of it
+        assert torch.equal(tier.keys.lost[0].any(-1), tier.blocks[0] > 0)
+
+
+@pytest.mark.parametrize("padding", [None, [0, 37, 5]], ids=["alike", "padded"])
+def test_heads_with_their_own_rates_are_selected_copied_and_restored(padding: list[int] | None):
+    tokens, recipe = made(3, 700), f"{OPTIONS},bias_correction=full+{TRELLIS}"
+    store = fed(recipe, tokens, [0, 400, *range(401, 530), 700], padding, RATES)
+    query, mask = normal(3, H * G, 1, D, seed=9), mask_of(699, 1, padding)
+    out = attend_store(store, AttentionCall(query, mask, 0.3))
+    with backends.forced("reference"):
+        torch.testing.assert_close(attend_store(store, AttentionCall(query, mask, 0.3)), out, rtol=0, atol=2e-3)
+    other = store_of(tokens[0], recipe, RATES)
+    other.restore(store.state())
+    assert torch.equal(attend_store(other, AttentionCall(query, mask, 0.3)), out)
+    rows = torch.tensor([2, 0, 0])
+    copied = copy.deepcopy(store)
+    copied.select(rows)
+    part = AttentionCall(query[rows], None if mask is None else mask[rows], 0.3)
+    torch.testing.assert_close(attend_store(copied, part), out[rows])
+    for s in (store, other):  # both go on alike
+        for i in range(200):
+            s.append(*(normal(3, H, 1, D, seed=i + j) for j in (3, 4)), observed=Observed(importance=torch.rand(
+                3, H, s.recent.tokens + 1, generator=torch.Generator().manual_seed(i))))  # fmt: skip
+    assert store.packed_tokens > 700
+    assert torch.equal(*(s.decoded(torch.float32)[0] for s in (store, other)))
+    with pytest.raises(CacheError, match="under the policy mixed"):
+        store.crop(300)
+    broken = other.state()
+    broken["tiers"][0]["slots"][0]["counts"][0][0, 0] += 1
+    with pytest.raises(UserError, match="slots"):
+        store_of(tokens[0], recipe, RATES).restore(broken)
+    store.crop(900)
+    assert store.num_tokens == store.packed_tokens == sum(tier.tokens for tier in store.tiers) == 0
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -345,7 +415,9 @@ def test_lost_variance_is_that_of_the_tokens_of_a_rate():
     for chosen, lost in ((high, store.tiers[0].keys.lost), (low, store.tiers[1].keys.lost)):
         for b in range(2):
             for h in range(H):
-                variances = [of[b, h, chosen[b, h]].double().var(0, unbiased=False) for of in (x, got)]
+                places = chosen[b, h].nonzero().flatten().view(-1, 32)  # of blocks, of which at most 8 are looked at
+                few = torch.linspace(0, len(places) - 1, min(len(places), LOST_BLOCKS)).long()
+                variances = [of[b, h, places[few].flatten()].double().var(0, unbiased=False) for of in (x, got)]
                 torch.testing.assert_close(lost[b, h].double(), variances[0] - variances[1], rtol=1e-3, atol=1e-5)
     assert torch.equal(store.tiers[1].keys.correction, store.tiers[1].keys.lost / 4)
     assert store.tiers[1].sides[1].lost is None

@@ -116,7 +116,7 @@ def _inputs(store: Store, side: int, codec: Codec, x: Tensor, place: int) -> Ten
     return joined(*(coding.codec_input(codec, part) for part in tokens))
 
 
-LOST_BLOCKS = 16
+LOST_BLOCKS = 8
 """Blocks of each head and rate that its lost variance is measured on, spread over its tokens."""
 
 

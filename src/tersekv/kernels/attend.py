@@ -82,7 +82,8 @@ class PackedPages:
         shared: number of the first channels of keys that are the values, 0 if these are others.
         ends: of each page None, or int64 [B, H] if the page holds the tokens of one head after those of another: the
             token where each head's own ones end. All heads then share packed tensors, and positions int32 [T], marks
-            that have the same ends, or a mask bool [q, T]. Only the CPU kernels read such pages.
+            that have the same ends, or a mask bool [q, T]. The torch reference does not read such pages, and Triton
+            not those with positions.
         padded: function that returns the same tokens as pages without `ends`, in which heads with fewer tokens have
             empty places. It copies the packed tensors. None if no page has `ends`.
         alike: numbers of the pages with the same correction, for each of them.
@@ -232,6 +233,8 @@ def attend(
     """
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
+    if pages is not None and pages.padded is not None:
+        pages = pages.padded()
     return composed(attend_segments.reference, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)
 
 
@@ -248,8 +251,6 @@ def composed(
     parts: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `attend` with any implementation of `attend_segments`; maps and merging run in torch."""
-    if pages is not None and pages.padded is not None:
-        pages = pages.padded()
     H = exact[0][0].shape[1] if pages is None else pages.heads
     B, Hq, q, D = query.shape
     assert mask is hidden is None or all(where is not None for *_, where in exact)
@@ -257,8 +258,8 @@ def composed(
     plain = [Segment(k, v, _own(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact]
     packed = []
     if pages is not None:
-        each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
-        packed = [Segment(k, v, cut.at(where, tokens), True) for k, v, where, tokens in each]
+        each = zip(pages.keys, pages.values, pages.where, pages.tokens, pages.ends, strict=True)
+        packed = [Segment(k, v, cut.at(where, tokens), True, ends) for k, v, where, tokens, ends in each]
     if pages is None or not (pages.is_mapped or any(x is not None for x in pages.corrections)):
         out, lse = segments(rows, [*plain, *packed], scaling, softcap)
     else:
