@@ -1,4 +1,4 @@
-"""Rates of each layer under `mixed` with `allot=model`: the measurement, the choice, and caches that use it."""
+"""Rates of each head under `mixed` with `allot=model`: the measurement, the choice, and caches that use it."""
 
 from __future__ import annotations
 
