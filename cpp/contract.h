@@ -211,6 +211,7 @@ struct RopeKernel;     // rope_kernel.h
 struct EncodeTrellis;  // encode_trellis.h
 struct BasisProduct;   // basis.h
 struct HeadMatrix;     // basis.h
+struct MarkedScores;
 
 struct Scores {
   float scaling = 1.0f, softcap = 0.0f;  // softcap 0: none
@@ -247,9 +248,8 @@ struct Call {
   const HeadMatrix* map = nullptr;
   int64_t mapped = 0;
   bool adds_mean = false;
-  // [B, H, R, start_stride], scores that are added to those of the keys; null: none
-  const float* start = nullptr;
-  int64_t start_stride = 0;
+  // Scores that are added to those of the keys: of the tokens whose bits are 0, and 1; null: none
+  const MarkedScores* start = nullptr;
   int64_t start_mean = 0;              // number of the mean that they are of
   const Marks* start_marks = nullptr;  // of the call's tokens
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;

@@ -6,14 +6,15 @@
 
 namespace tersekv {
 
-// The tokens of a head at positions whose bits are `value` are numbered in order; the page has those
-// from number `skip` on. Bits count from the position of the first one.
+// The tokens of a head at positions whose bits are the head's value are numbered in order. Token t of the
+// page is number skip + t. Bits count from the position of the first one.
 struct Marks {
   const uint8_t* bits = nullptr;  // [1 or B, H, positions / 8], last axis contiguous; null: none
   int64_t stride_b = 0, stride_h = 0;
   int64_t positions = 0;
+  const int64_t* numbers = nullptr;  // [1 or B, H, 2], value and skip of each head; null: `value` and 0
+  int64_t numbers_b = 0;
   bool value = true;
-  int64_t skip = 0;
 };
 
 constexpr int64_t kWordBits = 64;
@@ -25,6 +26,7 @@ struct HeadMarks {
   const uint8_t* bits;
   int64_t positions;
   uint64_t flip;
+  int64_t skip;
 
   // Return word i: bit k is 1 if there is a token at position 64·i + k.
   uint64_t word(int64_t i) const {
@@ -66,7 +68,10 @@ struct HeadMarks {
 };
 
 inline HeadMarks marks_of(const Marks& marks, int64_t b, int64_t h) {
-  return {marks.bits + b * marks.stride_b + h * marks.stride_h, marks.positions, marks.value ? 0 : ~uint64_t{0}};
+  const int64_t* own = marks.numbers ? marks.numbers + b * marks.numbers_b + 2 * h : nullptr;
+  const bool value = own ? own[0] != 0 : marks.value;
+  return {marks.bits + b * marks.stride_b + h * marks.stride_h, marks.positions, value ? 0 : ~uint64_t{0},
+          own ? own[1] : 0};
 }
 
 }  // namespace

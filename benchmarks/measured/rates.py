@@ -20,6 +20,9 @@ SHAPES = {"Qwen2.5-Coder-0.5B": "qwen2.5-0.5b", "Gemma 3 270M": "gemma-3-270m"}
 TEXTS = {
     "wikitext-2/test_gptq_joined.txt": "wikitext-2", "c4/c4.utf8": "C4", "code.txt": "code",
 }  # fmt: skip
+BY_LAYER = {"4ec6f08", "9c9df46", "640f464-dirty", "06eb49a-dirty", "1def017"}
+"""Commits at which all heads of a layer had the same rates."""
+
 OWN = "5f3643db892c9591"
 """The calibration whose text the model wrote itself."""
 
@@ -60,18 +63,21 @@ def on_the_prompt() -> str:
     lines = []
     found: dict[str, dict[str, dict[str, Row]]] = {}
     for row in rows("prompt_rates.jsonl"):
-        found.setdefault(model(row), {}).setdefault(row["recipe"], {})[row["sample"]] = row
+        old = row["commit"] in BY_LAYER and "allot" in row["recipe"]
+        recipe = row["recipe"] + (" (rates by layer)" if old else "")
+        found.setdefault(model(row), {}).setdefault(recipe, {})[row["sample"]] = row
     for name, recipes in found.items():
         shape = load_shape(SHAPES[name], with_weights=False)[0] if name in SHAPES else studies.SMOLLM2
         for recipe, samples in recipes.items():
             if recipe == FULL:
                 continue
             kl = {sample: row["metrics"]["kl"] for sample, row in samples.items()}
-            held = predict(shape, Recipe.parse(recipe), studies.LONG).total_bytes
+            written, _, label = recipe.partition(" ")
+            held = predict(shape, Recipe.parse(written), studies.LONG).total_bytes
             other = recipes.get(recipe.replace("allot=prompt", "allot=model"), {}) if "allot=prompt" in recipe else {}
             less = [value - other[sample]["metrics"]["kl"] for sample, value in kl.items() if sample in other]
             lines.append((
-                name, f"`{recipe.replace(',calibration=prompt', '')}`", len(kl),
+                name, f"`{written.replace(',calibration=prompt', '')}` {label}".strip(), len(kl),
                 f"{8 * held / shape.elements(studies.LONG):.2f}",
                 f"{estimate(Estimate.of(list(kl.values())))} ({statistics.median(kl.values()):.4f})",
                 f"{max(kl.values()):.4f}", estimate(Estimate.of(less)) if less else "",
@@ -140,7 +146,9 @@ def page() -> Page:
                 "Rates chosen on the prompt",
                 "`allot=prompt` reads from the prompt how attention spreads, `allot=model` had the measurement of its "
                 "first use. The last column is the mean of the differences of windows. wikitext-2, 2,048 packed "
-                "tokens, then 256 in calls of 64. On Gemma 3, 15 of 18 layers have a sliding window, and so one rate.",
+                "tokens, then 256 in calls of 64. On Gemma 3, 15 of 18 layers have a sliding window, and so one rate. "
+                "Rows say where all heads of a layer had the same rates, as in the section before. SmolLM2 has 3 KV "
+                "heads, Qwen2.5-Coder 2 and Gemma 3 1.",
                 on_the_prompt(), ["prompt_rates.jsonl"],
                 evaluation.format(8).replace("divergence", "divergence --model MODEL"),
             ),

@@ -155,7 +155,9 @@ struct Visible {
 inline void start_scores(const Call& call, const Task& task, int64_t row, int64_t t0, int64_t t1, float* score) {
   const int64_t count = round_up(t1 - t0, kLanes);
   if (!call.start) return clear(score, count);
-  const float* from = call.start + ((task.b * call.H + task.h) * call.R + task.row + row) * call.start_stride + t0;
+  const HeadMarks marks = marks_of(*call.start_marks, task.b, task.h);
+  const MarkedScores& of = call.start[marks.flip ? 0 : 1];
+  const float* from = of.score + ((task.b * call.H + task.h) * call.R + task.row + row) * of.stride + marks.skip + t0;
   for (int64_t i = 0; i < count; i++) score[i] = from[i];
 }
 

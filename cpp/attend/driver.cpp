@@ -93,9 +93,8 @@ struct CallTasks : HeadTasks {
   // Return the position of a task's last token, relative to the first mark.
   int64_t last_position(int64_t index) const {
     const int64_t head = index % heads();
-    const Marks& marks = *call->start_marks;
-    const int64_t last = marks.skip + begin(head, split_of(index) + 1) * call->tokens_per_unit - 1;
-    return marks_of(marks, head / call->H, head % call->H).position(last);
+    const HeadMarks marks = marks_of(*call->start_marks, head / call->H, head % call->H);
+    return marks.position(marks.skip + begin(head, split_of(index) + 1) * call->tokens_per_unit - 1);
   }
 
   void run(int64_t index) const {

@@ -51,9 +51,9 @@ inline void list_places(Node& node) {
                 count = node.task->last * unit - first;
   auto* places = scratch_of<int32_t>(count);
   const int32_t begin = rope.places[node.b * rope.stride_b + node.h * rope.stride_h];
-  marks_of(rope.marks, node.b, node.h).each(rope.marks.skip + first, count, [&](int64_t i, int64_t position) {
-    places[i] = begin + static_cast<int32_t>(position);
-  });
+  const HeadMarks marks = marks_of(rope.marks, node.b, node.h);
+  marks.each(marks.skip + first, count,
+             [&](int64_t i, int64_t position) { places[i] = begin + static_cast<int32_t>(position); });
   node.places = places;
 }
 

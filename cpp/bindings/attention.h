@@ -100,6 +100,7 @@ class Attention {
     for (size_t i = 0; i < pages.calls.size(); i++) {
       Call call = pages.calls[i];
       start(call, tiles ? rows_ : rows);
+      if (call.ends && pages.B != B_) fail("ends: ", "expected a row for each of the query's batch rows");
       call.scores.bias = bias_of(pages, i, rows, D);
       if (!table.is_none()) take_table(call, table, page_tokens);
       const nb::handle own = where.is_none() ? where : nb::handle(item(where, static_cast<Py_ssize_t>(i)));
@@ -117,11 +118,9 @@ class Attention {
         if (pages.query.given()) call.map = &pages.query;
         call.mapped = call.map ? pages.mapped : 0;
       } else if (const auto [mean, set] = pages.shared[i]; mean >= 0 && !means_.empty()) {
-        const MarkedScores& from = means_[mean].sets[set];
         call.start_marks = &call.keys->parts[1].rope.marks;
-        call.start = from.score + call.start_marks->skip;
+        call.start = &means_[mean].sets[set];
         call.keys = call.keys->parts;
-        call.start_stride = from.stride;
         call.start_mean = mean;
       }
       if (call.T > 0) calls_.push_back(call);

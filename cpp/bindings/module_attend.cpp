@@ -101,12 +101,14 @@ std::pair<int, int> take_mean(NativePages& pages, const View& keys) {
     made.view.rope.consecutive = true;
   }
   MarkedMean& of = pages.means[mean];
-  while (set < of.sets.size() && (of.sets[set].bits != marks.bits || of.sets[set].value != marks.value)) set++;
-  if (set == of.sets.size()) {
+  while (set < of.sets.size() && of.sets[set].bits != marks.bits) set += 2;
+  for (const bool value : {false, true}) {
+    if (set + value < of.sets.size()) continue;
+    const Marks made = {marks.bits, marks.stride_b, marks.stride_h, marks.positions, nullptr, 0, value};
     int64_t most = 0;
     for (int64_t b = 0; b < (marks.stride_b ? pages.B : 1); b++)
-      for (int64_t h = 0; h < pages.H; h++) most = std::max(most, marks_of(marks, b, h).count(marks.positions));
-    of.sets.push_back(marks);
+      for (int64_t h = 0; h < pages.H; h++) most = std::max(most, marks_of(made, b, h).count(made.positions));
+    of.sets.push_back(made);
     of.tokens.push_back(most);
   }
   return {static_cast<int>(mean), static_cast<int>(set)};
@@ -132,7 +134,7 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
     if (first[i] < 0 || first[i] > kMostElements) fail("first: ", "expected positions of 0 or more");
   }
   for (size_t i = 0; i < keys.size(); i++) {
-    made->marks.push_back(take_marks(made->owner, marks[i], made->B, made->H, made->calls[i].T));
+    made->marks.push_back(take_marks(made->owner, marks[i], made->B, made->H, made->calls[i].T, &made->calls[i].ends));
     made->shared.push_back(take_mean(*made, *made->calls[i].keys));
   }
   const int64_t D = made->calls[0].D, Dv = made->calls[0].Dv;

@@ -12,7 +12,7 @@ namespace tersekv {
 // A rotated mean that pages of marked tokens share.
 struct MarkedMean {
   View view;                    // at all positions, in order
-  std::vector<Marks> sets;      // pages of one set have different `skip`
+  std::vector<Marks> sets;      // for each mask, the tokens whose bits are 0, and those whose bits are 1
   std::vector<int64_t> tokens;  // of each set
 };
 
@@ -30,7 +30,7 @@ struct NativePages {
   std::vector<int64_t> first;  // position of each page's first token, or of its first mark
   std::vector<Marks> marks;    // of each page
   std::vector<MarkedMean> means;
-  std::vector<std::pair<int, int>> shared;  // of each page: number of its mean and of its set; -1: none
+  std::vector<std::pair<int, int>> shared;  // of each page: number of its mean and of its mask's sets; -1: none
   std::vector<Call> calls;                  // with views, tokens and units only
   HeadMatrix query;                         // the first `mapped` channels of queries are multiplied with its rows
   int64_t mapped = 0;

@@ -79,9 +79,9 @@ struct NativeView {
 // Return the stride along the batch: 0 if all batch rows share one.
 inline int64_t batch_stride(const Tensor& x) { return x.shape[0] == 1 ? 0 : x.stride[0]; }
 
-// Return marks as (bits uint8 [1 or B, H, n], value, skip), or none for None. They must mark at least
-// skip + tokens tokens in every head.
-Marks take_marks(Owner& owner, nb::handle marks, int64_t B, int64_t H, int64_t tokens);
+// Return marks as (bits uint8 [1 or B, H, n], numbers int64 [1 or B, H, 2], ends int64 [B, H] or None), or none for
+// None. They must mark the tokens that every head has of the page's. ends: is set to the third, see `Call`.
+Marks take_marks(Owner& owner, nb::handle marks, int64_t B, int64_t H, int64_t tokens, const int64_t** ends = nullptr);
 
 // Set the strides of a view's codes [B, H, N, ...].
 template <typename CodesView>

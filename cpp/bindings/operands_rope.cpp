@@ -248,21 +248,30 @@ NativeView* rotated_view(const nb::object& inner, nb::handle rotation) {
 
 }  // namespace
 
-Marks take_marks(Owner& owner, nb::handle marks, int64_t B, int64_t H, int64_t tokens) {
+Marks take_marks(Owner& owner, nb::handle marks, int64_t B, int64_t H, int64_t tokens, const int64_t** ends) {
   Marks made;
   if (marks.is_none()) return made;
   if (!PyTuple_Check(marks.ptr()) || NB_TUPLE_GET_SIZE(marks.ptr()) != 3)
-    fail("marks: ", "expected (bits, value, skip)");
+    fail("marks: ", "expected (bits, numbers, ends)");
   const Tensor bits = owner.keep("marks", nb::handle(item(marks, 0)), kUint8);
   const int64_t n = bits.dims == 3 ? bits.shape[2] : 0;
   expect("", "marks", bits, {{"B", bits.dims == 3 && bits.shape[0] == 1 ? 1 : B}, {"H", H}, {"n", n}}, 2);
-  made = {bits.as<uint8_t>(),        batch_stride(bits),    bits.stride[1], n * 8,
-          item(marks, 1) == Py_True, as_int(item(marks, 2))};
-  if (made.skip < 0 || made.skip > kMostElements) fail("marks: ", "expected to skip 0 tokens or more");
-  for (int64_t b = 0; b < bits.shape[0]; b++)
-    for (int64_t h = 0; h < H; h++)
-      if (const int64_t held = marks_of(made, b, h).count(made.positions); held < made.skip + tokens)
-        fail("marks: ", "expected " + std::to_string(made.skip + tokens) + " tokens, got " + std::to_string(held));
+  const Tensor numbers = owner.keep("numbers", nb::handle(item(marks, 1)), kInt64);
+  expect("", "numbers", numbers, {{"B", numbers.dims == 3 && numbers.shape[0] == 1 ? 1 : B}, {"H", H}, {"2", 2}}, 0);
+  made = {bits.as<uint8_t>(), batch_stride(bits), bits.stride[1], n * 8, numbers.as<int64_t>(), batch_stride(numbers)};
+  const Tensor last = owner.keep_optional("ends", nb::handle(item(marks, 2)), kInt64);
+  if (last.given()) expect("", "ends", last, {{"B", B}, {"H", H}}, 0);
+  if (ends && last.given()) *ends = last.as<int64_t>();
+  const int64_t rows = last.given() ? B : std::max(bits.shape[0], numbers.shape[0]);
+  for (int64_t head = 0, first = 0; head < rows * H; head++) {
+    const int64_t end = last.given() ? last.as<int64_t>()[head] : tokens;
+    if (end < first || end > tokens) fail("ends: ", "expected tokens that ascend to " + std::to_string(tokens));
+    const HeadMarks own = marks_of(made, head / H, head % H);
+    if (own.skip < -first || own.skip > kMostElements) fail("marks: ", "expected to skip 0 tokens or more");
+    if (const int64_t held = own.count(made.positions); end > first && held < own.skip + end)
+      fail("marks: ", "expected " + std::to_string(own.skip + end) + " tokens, got " + std::to_string(held));
+    if (last.given()) first = end;
+  }
   return made;
 }
 

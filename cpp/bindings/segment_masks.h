@@ -51,18 +51,21 @@ class SegmentMasks {
     }
   }
 
-  // Set the mask of tokens of one head after those of another. positions: int32 [T], -1: none. ends: int64 [B, H], in
-  // tokens, see `Call`.
-  void locate_heads(Call& call, nb::handle positions, nb::handle ends) {
+  // Set the mask of tokens of one head after those of another. where: positions int32 [T], -1: none; or their own mask,
+  // bool [q, T]. ends: int64 [B, H], in tokens, see `Call`.
+  void locate_heads(Call& call, nb::handle where, nb::handle ends) {
     const int64_t T = call.T, heads = B_ * call.H;
-    const Tensor x = tensor_of("positions", positions, kInt32), end = tensor_of("ends", ends, kInt64);
-    expect("", "positions", x, {{"T", T}}, 0);
+    const Tensor x = tensor_of("positions", where, kBool | kInt32), end = tensor_of("ends", ends, kInt64);
     expect("", "ends", end, {{"B", B_}, {"H", call.H}}, 0);
     call.ends = end.as<int64_t>();
-    for (int64_t head = 0, first = 0; head < heads; first = call.ends[head++])
-      if (call.ends[head] < first || call.ends[head] > T || call.ends[head] % call.tokens_per_unit)
-        fail("ends: ", "expected multiples of " + std::to_string(call.tokens_per_unit) + " tokens that ascend to " +
-                           std::to_string(T));
+    check_ends(call);
+    if (x.type == Type::b8) {
+      const int64_t own = x.dims == 2 ? x.shape[0] : 0;
+      expect("", "mask", x, {{"q", own}, {"T", T}}, 1);
+      if (own < 1 || call.R % own) fail("mask: ", "expected q to divide R = " + std::to_string(call.R));
+      return set_mask(call, x.as<uint8_t>(), 0, 0, x.stride[0], own);
+    }
+    expect("", "positions", x, {{"T", T}}, 0);
     const auto* at = x.as<int32_t>();
     int32_t least = 0, most = -1;
     for (int64_t t = 0; t < T; t++) {
@@ -104,23 +107,34 @@ class SegmentMasks {
 
   // Set the mask of tokens at marks that count from position `first` on.
   void locate_marks(Call& call, const Marks& marks, int64_t first) {
+    if (call.ends) check_ends(call);
     if (!mask_.given() && most_hidden_ <= first) return;
-    const int64_t rows = mask_.given() ? q_ : 1, T = call.T;
+    const int64_t rows = mask_.given() ? q_ : 1, T = call.T, each = call.ends ? 0 : rows * T;
     check_position(first + marks.positions - 1);
-    uint8_t* out = room(B_ * call.H * rows * T);
-    set_mask(call, out, call.H * rows * T, rows * T, T, rows);
-    for (int64_t b = 0; b < B_; b++)
-      for (int64_t h = 0; h < call.H; h++)
-        for (int64_t i = 0; i < rows; i++, out += T) {
-          const uint8_t* seen = mask_.given() ? mask_row(b, i) + first : nullptr;
-          const int64_t hidden = hidden_.given() ? hidden_of(b) - first : 0;
-          marks_of(marks, b, h).each(marks.skip, T, [&](int64_t t, int64_t position) {
-            out[t] = position >= hidden && (!seen || seen[position]);
-          });
-        }
+    uint8_t* out = room(each ? B_ * call.H * each : rows * T);
+    set_mask(call, out, call.H * each, each, T, rows);
+    for (int64_t head = 0, from = 0; head < B_ * call.H; head++) {
+      const int64_t end = call.ends ? call.ends[head] : T;
+      const HeadMarks own = marks_of(marks, head / call.H, head % call.H);
+      for (int64_t i = 0; i < rows; i++) {
+        const uint8_t* seen = mask_.given() ? mask_row(head / call.H, i) + first : nullptr;
+        const int64_t hidden = hidden_.given() ? hidden_of(head / call.H) - first : 0;
+        uint8_t* to = out + head * each + i * T + from;
+        own.each(own.skip + from, end - from,
+                 [&](int64_t t, int64_t position) { to[t] = position >= hidden && (!seen || seen[position]); });
+      }
+      if (call.ends) from = end;
+    }
   }
 
  private:
+  void check_ends(const Call& call) const {
+    for (int64_t head = 0, first = 0; head < B_ * call.H; first = call.ends[head++])
+      if (call.ends[head] < first || call.ends[head] > call.T || call.ends[head] % call.tokens_per_unit)
+        fail("ends: ", "expected multiples of " + std::to_string(call.tokens_per_unit) + " tokens that ascend to " +
+                           std::to_string(call.T));
+  }
+
   int64_t hidden_of(int64_t b) const { return hidden_.as<int64_t>()[b * hidden_.stride[0]]; }
   const uint8_t* mask_row(int64_t b, int64_t i) const {
     return mask_.as<uint8_t>() + b * batch_stride(mask_) + i * mask_.stride[1];

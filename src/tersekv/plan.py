@@ -22,8 +22,8 @@ class LayerPlan(NamedTuple):
     layers: number of layers of the model.
     scores: importance of the model's KV heads, float32 [layers, heads], for policies that need it.
         It is −1 in layers that evict nothing.
-    rates: bits, lower rate and share of tokens with the codec's bits, float32 [3], if they were
-        chosen for this layer (`sizes/rate_allotment.py`). Codecs and policy have them already.
+    rates: of each KV head bits, lower rate and share of tokens with the former, float32 [heads, 3], if they
+        were chosen for this layer (`sizes/rate_allotment.py`). The codecs have the most bits of all heads.
     latent: True if the layer caches latents in place of keys and rotated keys in place of values,
         see `of_latents`.
     index_dim: channels of the keys by which an indexer of the model chooses tokens, 0 without one.

@@ -27,10 +27,10 @@ def ranked(monkeypatch) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     choice = RankedTokens.choose
 
-    def noted(ranks: RankedTokens, observed: Observed, own: range, place: int, sinks: int, hidden: Any) -> torch.Tensor:
+    def noted(ranks: RankedTokens, observed: Observed, n: int, place: int, sinks: int, hidden: Any) -> torch.Tensor:
         if observed.importance is not None:
-            found.append(observed.importance[:, :, sinks : sinks + len(own)])
-        return choice(ranks, observed, own, place, sinks, hidden)
+            found.append(observed.importance[:, :, sinks : sinks + n])
+        return choice(ranks, observed, n, place, sinks, hidden)
 
     monkeypatch.setattr(RankedTokens, "choose", noted)
     return found

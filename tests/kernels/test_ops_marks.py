@@ -15,7 +15,7 @@ from packed_views import rope
 from tersekv.kernels import attend as attend_operator
 from tersekv.kernels.attend import Masks, PackedPages
 from tersekv.kernels.cpu import attend as cpu_attend
-from tersekv.kernels.marks import Marks, pack_bits, places_of, unpack_bits
+from tersekv.kernels.marks import Marks, pack_bits, unpack_bits
 from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
@@ -66,6 +66,74 @@ def pages_of(n: int, high: int, kind: str, padding: Tensor | None = None, after:
     maps = keys[0].linear, values[0].linear
     operands = [[view.inner.operand for view in side] for side in (keys, values)]
     return PackedPages(*operands, where, counts, maps, H)
+
+
+def ragged(n: int, kind: str, padding: Tensor | None = None) -> tuple[PackedPages, PackedPages]:
+    """Return pages of two rates of heads that have different numbers of tokens at each, and the same without `ends`.
+
+    The first head of a row has the first rate where bits are 1, the second head where they are 0. A page of the first
+    rate has no tokens of the second head.
+    """
+    high = torch.tensor([[n // 4, n // 2], [n // 8, 0]])
+    order = torch.rand(B, H, n).argsort(-1).argsort(-1)
+    bits, mean, of = pack_bits(order < high[..., None]), torch.randn(B, H, D), rope("halves", D)
+    value = torch.tensor([True, False])
+    own = torch.where(value, high, n - high)
+    cut = own // 3 * torch.tensor([1, 0])
+    sides: list[list] = [[], [], [], [], [], []]
+    for first, before, count in ((True, own * 0, cut), (True, cut, own - cut), (False, own * 0, n - own)):
+        ends, most = count.flatten().cumsum(0).view(B, H), int(count.max())
+        there = torch.arange(most) < count[..., None]
+        marks = Marks(bits, FIRST, int(ends[-1, -1]), value == first, before - (ends - count), ends)
+        padded = torch.full((B, H, most), -1, dtype=torch.int32)
+        padded[there] = marks.positions().flatten()
+        x = [torch.randn(B, H, most, D) for _ in range(2)]
+        flat = [y[there].expand(B, H, -1, -1) for y in x]
+        views = []
+        for keys, angles in (
+            (flat[0], MarkedAngles(of, marks, padding)),
+            (x[0], of.angles_at((padded - (0 if padding is None else padding[:, None, None])).clamp(min=0))),
+        ):
+            view = ExactView({"x": keys.unsqueeze(3)})
+            if kind == "mean":
+                views.append(MeanRemoved(view, RotatedMean(mean, of, angles)))
+            else:
+                views.append(Roped(view, of, angles) if kind == "roped" else view)
+        values = [ExactView({"x": y.unsqueeze(3)}) for y in (flat[1], x[1])]
+        for side, one in zip(sides, (*views, *values, marks, padded), strict=True):
+            side.append(one)
+    flat_keys, keys, flat_values, values, where, positions = sides
+    maps = keys[0].linear, values[0].linear
+    of_pages = [[[view.inner.operand for view in side] for side in both]
+                for both in ((flat_keys, flat_values), (keys, values))]  # fmt: skip
+    if padding is not None:
+        positions = [at.masked_fill(at < padding[:, None, None] + FIRST, -1) for at in positions]
+    padded_pages = PackedPages(*of_pages[1], positions, [at.shape[2] for at in positions], maps, H)
+    ends_of = [place.ends for place in where]
+    tokens = [place.tokens for place in where]
+    return PackedPages(*of_pages[0], where, tokens, maps, H, ends=ends_of, padded=lambda: padded_pages), padded_pages
+
+
+@pytest.mark.parametrize(("threads", "q"), [(1, 1), (3, 1), (3, 14)])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["", "padded"])
+@pytest.mark.parametrize("n", [4096, 1280, 64])
+@pytest.mark.parametrize("kind", ["mean", "roped", "plain"])
+def test_heads_with_different_numbers_of_tokens(isa, kind, n, padding, threads, q):  # noqa: F811
+    torch.manual_seed(n)
+    torch.set_num_threads(threads)
+    pages, _ = ragged(n, kind, padding)
+    for mask in (None, torch.rand(B, q, FIRST + n) < 0.7):
+        got, wanted = both(pages, mask, None if padding is None else padding + FIRST, q)
+        assert (got - wanted).norm() <= 2e-3 * wanted.norm()
+
+
+def test_positions_of_heads_one_after_the_other():
+    torch.manual_seed(2)
+    pages, padded = ragged(128, "plain")
+    for where, places in zip(pages.where, padded.where, strict=True):
+        assert where.positions().shape == (1, 1, where.tokens)
+        rows = [where.positions()[0, 0, where.head == h].tolist() for h in range(B * H)]
+        assert rows == [[p for p in own.tolist() if p >= 0] for own in places.flatten(0, 1)]
 
 
 def both(pages: PackedPages, mask: Tensor | None, hidden: Tensor | None, q: int) -> tuple[Tensor, Tensor]:
@@ -137,7 +205,7 @@ def test_positions_follow_from_the_bits():
     for value in (True, False):
         tokens = 40 if value else 56
         whole = Marks(bits, FIRST, tokens, value)
-        assert torch.equal(whole.positions(), places_of(mask == value).int() + FIRST)
+        assert torch.equal(whole.positions(), (mask == value).nonzero()[:, 2].view(B, H, -1).int() + FIRST)
         assert torch.equal(whole.part(7, 20).part(2, 5).positions(), whole.positions()[:, :, 9:14])
     assert Masks(None, None).at(whole, 56) is None
 

@@ -14,8 +14,10 @@ from conftest import benchmark
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import Observed
+from tersekv.cache.store import Store
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
+from tersekv.sizes.rate_allotment import with_rates
 from tersekv.transforms.rope import standard_rope
 from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark, right  # noqa: F401
 from test_store import store, tokens
@@ -82,28 +84,37 @@ def test_bias_correction(device, recipe):  # noqa: F811
     assert (expected - without).norm() > 10 * OUT * expected.norm()
 
 
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 20])], ids=["", "padded"])
+@pytest.mark.parametrize("rates", [None, torch.tensor([[2, 1, 0.25], [3, 1, 0.6]])], ids=["", "by head"])
 @pytest.mark.parametrize("recipe", ["kivi:bits=2", "trellis:bits=2,calibration=prompt"])
-def test_bias_correction_of_two_rates(device, recipe):  # noqa: F811
-    """The pages of each rate have a launch and a term of their own, without and with a rotated mean."""
+def test_bias_correction_of_rates(device, recipe, rates, padding, monkeypatch):  # noqa: F811
+    """The pages of each rate have a launch and a term of their own, without and with a rotated mean.
+
+    With rates by head, heads have different numbers of tokens in a page, which is read without a copy.
+    """
     keys, values = tokens(200, B=2, D=64)
     ranking = Observed(importance=torch.rand(2, 2, 200, generator=torch.Generator().manual_seed(1)))
     stores, rope = [], standard_rope(64)
     for options in ("", ",bias_correction=full"):
-        s = LayerStore(
-            Recipe.parse(f"mixed:sinks=4,recent=32,rest=1{options}+{recipe}").plan(0, 1), keys, values, None, rope
-        )
+        plan = Recipe.parse(f"mixed:sinks=4,recent=32,rest=1{options}+{recipe}").plan(0, 1)
+        s = LayerStore(plan if rates is None else with_rates(plan, rates), keys, values, None, rope)
         with backends.forced("auto"):
-            s.append(keys, values, None, ranking)
+            s.append(keys, values, padding, ranking)
         assert min(side.tokens for side in (s.keys.packed, s.tiers[1].keys.packed)) >= 32
         stores.append(s)
     off, s = stores
     query = 3 * torch.randn(2, 4, 2, 64, generator=torch.Generator().manual_seed(0))
-    call = AttentionCall(query, None, 0.125)
+    mask = None
+    if padding is not None:
+        mask = torch.ones(200, 200, dtype=torch.bool).tril()[-2:] & (torch.arange(200) >= padding[:, None])[:, None]
+    call = AttentionCall(query, mask, 0.125)
     with backends.forced("reference"):
         expected, without = attend_store(s, call), attend_store(off, call)
     s.to(device)
+    if rates is not None:
+        monkeypatch.setattr(Store, "_padded", None)  # would copy all packed tokens
     for _ in range(2):  # the second call has the page sets of the first
-        got = attend_store(s, AttentionCall(query.to(device), None, 0.125))
+        got = attend_store(s, AttentionCall(query.to(device), None if mask is None else mask.to(device), 0.125))
         assert (got.cpu() - expected).norm() <= OUT * expected.norm()
     assert (expected - without).norm() > 10 * OUT * expected.norm()
 

@@ -1,7 +1,8 @@
-"""Rates of each layer under `mixed` with `allot=model`: the measurement, the choice, and caches that use it."""
+"""Rates of each head under `mixed` with `allot=model`: the measurement, the choice, and caches that use it."""
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from pathlib import Path
 
@@ -36,11 +37,16 @@ RECIPE = "mixed:allot=model,recent=20+trellis:bits=2,calibration=prompt"
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
-def spread(*shares: float, heads: int = 2) -> torch.Tensor:
-    """Return curves of layers: the most important eighth gets this share of all squared attention."""
+def spread(*shares: float, second: float = 0.5) -> torch.Tensor:
+    """Return curves of two heads of layers.
+
+    The most important eighth of the first head's tokens gets this share of all squared attention; that of the second
+    one gets this share times `second`.
+    """
     at = torch.arange(STEPS + 1) / STEPS
-    curves = [torch.where(at < 1 / 8, 8 * at * s, s + (1 - s) * (at - 1 / 8) * 8 / 7) for s in shares]
-    return torch.stack(curves).float()[:, None].expand(-1, heads, -1).clone()
+    own = [[torch.where(at < 1 / 8, 8 * at * s, s + (1 - s) * (at - 1 / 8) * 8 / 7) for s in (t, t * second)]
+           for t in shares]  # fmt: skip
+    return torch.stack([torch.stack(heads) for heads in own]).float()
 
 
 def calibration_of(model, scores: torch.Tensor, profile: str = "mixed") -> Calibration:
@@ -54,14 +60,14 @@ def chosen(model, recipe: str, scores: torch.Tensor):
 
 
 def loss_and_bytes(plans, scores: torch.Tensor, shape) -> tuple[float, float]:
-    """Return the loss of all layers and the mean bytes of a token's codes and scales."""
+    """Return the loss of all heads and the mean bytes of a token's codes and scales."""
     loss, size = 0.0, []
-    for i, plan in plans.items():
-        share, rest = plan.policy.budget, plan.policy.rest
-        curve = scores[i].double().sum(0)
+    for i, h in itertools.product(plans, range(2)):
+        plan, curve, own = plans[i], scores[i, h].double(), plans[i].rates[h]
+        bits, rest, share = own.tolist()
         first = float(curve[round(share * STEPS)])
-        loss += first * Codec.expected_error(plan.keys.bits) + (float(curve[-1]) - first) * Codec.expected_error(rest)
-        at = (share, plan.keys.bits), (1 - share, rest)
+        loss += first * Codec.expected_error(bits) + (float(curve[-1]) - first) * Codec.expected_error(rest)
+        at = (share, bits), (1 - share, rest)
         size.append(
             sum(
                 part * codec.at_rate(bits).layout(dim).block_bytes() / 32
@@ -95,27 +101,43 @@ def test_layers_share_the_bits_of_the_recipe(llama, codec, bits):
     whole = sum(layout.block_bytes() / 32 for layout in layouts)
     assert 0.9 * whole < size <= whole + 1e-6
     assert loss < float(scores[:, :, -1].sum()) * Codec.expected_error(bits)
-    assert all(plan.policy.rest < plan.keys.bits == plan.values.bits for plan in plans.values())
+    for plan in plans.values():
+        assert (plan.rates[:, 1] < plan.rates[:, 0]).all()
+        assert plan.keys.bits == plan.values.bits == plan.rates[:, 0].max()
 
 
-def test_no_other_choice_of_a_layer_is_better_at_its_price(llama):
-    """Among all choices the layers' mean bytes and loss lie on the lower hull: no swap of two layers' choices helps."""
+def test_no_other_choice_of_a_head_is_better_at_its_price(llama):
+    """Among all choices the heads' mean bytes and loss lie on the lower hull: no swap of two heads' choices helps."""
     scores = spread(0.99, 0.5, 0.2) * torch.tensor([1.0, 3.0, 0.5])[:, None, None]
     shape = cache_shape(llama.config)
     plans = chosen(llama, RECIPE, scores)
     loss, size = loss_and_bytes(plans, scores, shape)
-    for i in plans:
-        for j in plans:
-            swapped = dict(plans) | {i: plans[j]._replace(layer=i), j: plans[i]._replace(layer=j)}
-            other, bytes_ = loss_and_bytes(swapped, scores, shape)
+    rates = torch.stack([plan.rates for plan in plans.values()]).flatten(0, 1)
+    assert len(rates.unique(dim=0)) > 3
+    for i in range(len(rates)):
+        for j in range(len(rates)):
+            order = torch.arange(len(rates)).index_copy(0, torch.tensor([i, j]), torch.tensor([j, i]))
+            swapped = rates[order].unflatten(0, (3, 2))
+            held = {k: plan._replace(rates=swapped[k]) for k, plan in plans.items()}
+            other, bytes_ = loss_and_bytes(held, scores, shape)
             assert bytes_ == pytest.approx(size)
             assert other >= loss - 1e-9
 
 
-def test_layers_whose_attention_is_found_get_fewer_bits(llama):
-    plans = chosen(llama, RECIPE, spread(0.999, 0.5, 0.13))
-    mean = [p.policy.budget * p.keys.bits + (1 - p.policy.budget) * p.policy.rest for p in plans.values()]
-    assert mean[0] < mean[1] < mean[2]
+def test_heads_whose_attention_is_found_get_fewer_bits(llama):
+    plans = chosen(llama, RECIPE, spread(0.999, 0.5, 0.13, second=1.0))
+    mean = [[share * bits + (1 - share) * rest for bits, rest, share in p.rates.tolist()] for p in plans.values()]
+    assert mean[0][0] < mean[1][0] < mean[2][0]
+    assert all(first == other for first, other in mean)
+
+
+def has_rates(store, rates: torch.Tensor) -> None:
+    """Check that each head of a store has packed its share of the tokens at each of its rates."""
+    bits = [tier.keys.codec.bits for tier in store.tiers]
+    for h, (high, rest, share) in enumerate(rates.tolist()):
+        held = {of: int(tier.blocks[0, h]) * 32 for of, tier in zip(bits, store.tiers, strict=True)}
+        assert sum(held.values()) == held[high] + held[rest] == store.packed_tokens
+        assert abs(held[high] - share * store.packed_tokens) <= 32
 
 
 def test_exact_layers_and_layers_without_a_measurement_keep_their_plan(llama):
@@ -203,7 +225,7 @@ def test_the_first_use_measures_the_model(llama):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         tersekv.CompressedCache(llama, RECIPE.replace("bits=2", "bits=3"))  # one measurement serves all rates
-    assert len({tuple(layer.plan.rates.tolist()) for layer in cache.layers}) > 1
+    assert len({tuple(rates) for layer in cache.layers for rates in layer.plan.rates.tolist()}) > 1
     with pytest.raises(UserError, match="needs a calibration: give the model in place of its config"):
         tersekv.CompressedCache(llama.config, RECIPE)
     with pytest.raises(UserError, match="was made for recipe 'mixed', not for 'mixed-reread'"):
@@ -226,7 +248,7 @@ def test_the_first_use_reads_a_text_with_the_tokenizer_of_the_model(tiny, words)
 @pytest.mark.parametrize(
     "codec", ["trellis:bits=2,calibration=prompt", "kivi:bits=2", "turboquant:bits=3", "trellis:bits=2"]
 )
-def test_a_cache_has_the_rates_of_each_layer(llama, tmp_path, codec):
+def test_a_cache_has_the_rates_of_each_head(llama, tmp_path, codec):
     recipe = f"mixed:allot=model,recent=20,bias_correction=full+{codec}"
     found = calibration_of(llama, spread(0.99, 0.6, 0.2))
     found.save(profile_place(tmp_path, "mixed"))
@@ -243,9 +265,7 @@ def test_a_cache_has_the_rates_of_each_layer(llama, tmp_path, codec):
         for layer in held.layers:
             store = layer.store
             assert store.ranked
-            bits, rest, share = layer.plan.rates.tolist()
-            assert (store.keys.codec.bits, store.tiers[1].keys.codec.bits) == (bits, rest)
-            assert abs(store.keys.packed.tokens - share * store.packed_tokens) <= 32
+            has_rates(store, layer.plan.rates)
         goes_on_alike(llama, held, tmp_path / "cache.safetensors", [*singles(3), prompt(300, seed=2)])
 
 

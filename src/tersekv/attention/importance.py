@@ -52,8 +52,7 @@ def importances(
     early: number of the call's first queries. The importance that these alone give comes first then.
     """
     q, sinks = call.query.shape[2], store.sinks.keys
-    key = torch.cat([sinks, store.recent.keys, keys.to(sinks.dtype)], dim=2)
-    key = key if key.dtype == torch.bfloat16 else key.float()
+    key = joined_keys(store, keys)
     tokens, past = key.shape[2] - sinks.shape[2], store.num_tokens
     first = q - again if again else 0
     at = torch.linspace(first, q - 1, q - first if again else min(QUERIES, q), device=keys.device).long()
@@ -83,10 +82,23 @@ def importances(
             found.append(total.clone())
         unseen = hidden if later is None else _and_later(hidden, later[tile], key.shape[2])
         weights = key_weights(rows[:, :, tile], key, call, None if logits is None else logits[:, tile], unseen)
-        # a product sums rows faster than a reduction over this dimension
-        counted = rows.new_ones((1, 1, 1, weights.shape[2])) if counts is None else counts[:, None, tile].mT
-        total += torch.matmul(counted.to(key.dtype), weights.square_()).squeeze(2)
+        total += sum_of_rows(weights.square_(), None if counts is None else counts[:, tile])
     return [sums[:, :, sinks.shape[2] : sums.shape[2] - again].sqrt() for sums in (*found, total)]
+
+
+def joined_keys(store: Store, keys: Tensor) -> Tensor:
+    """Return the keys of sinks and window and new ones, in bfloat16 of a bfloat16 model, else in float32."""
+    key = torch.cat([store.sinks.keys, store.recent.keys, keys.to(store.sinks.keys.dtype)], dim=2)
+    return key if key.dtype == torch.bfloat16 else key.float()
+
+
+def sum_of_rows(x: Tensor, counts: Tensor | None = None) -> Tensor:
+    """Return Σ_i counts_i·x_i for x [B, H, n, T] and counts [1 or B, n, 1], [B, H, T]; counts are 1 by default.
+
+    A product sums rows faster than a reduction over this dimension.
+    """
+    counted = x.new_ones((1, 1, 1, x.shape[2])) if counts is None else counts[:, None].mT.to(x.dtype)
+    return torch.matmul(counted, x).squeeze(2)
 
 
 def _tiles(start: int, stop: int) -> list[slice]:

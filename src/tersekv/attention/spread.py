@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tersekv.attention.importance import importances, key_weights, rows_in_turn
+from tersekv.attention.importance import importances, joined_keys, key_weights, rows_in_turn, sum_of_rows
 from tersekv.attention.read import AttentionCall
 from tersekv.cache.segments import STEPS
 from tersekv.cache.store import Store
@@ -39,7 +39,7 @@ def importance_and_spread(
         return importances(store, keys, call, again)[-1], None
     early, sinks = 3 * q // 4, store.sinks.keys.shape[2]
     rank, importance = importances(store, keys, call, again, early)
-    key = torch.cat([store.sinks.keys, store.recent.keys, keys[:, :, : keys.shape[2] - again]], dim=2).float()
+    key = joined_keys(store, keys[:, :, : keys.shape[2] - again])
     last = store.num_tokens + early  # position of the first later query
     last -= min(store.policy.recent, (last - sinks) // 2)
     first = torch.full((len(key),), store.policy.sink_tokens(store.window), device=key.device)
@@ -73,12 +73,12 @@ def _later(key: Tensor, call: AttentionCall, early: int, q: int) -> tuple[Tensor
         own = call.mask[:, at, : key.shape[2]]
         itself = own.gather(2, (past + at).expand(len(own), -1).unsqueeze(-1))
         seen = own & itself
-    received = key.new_zeros(key.shape[:3])
+    rows, received = rows.to(key.dtype), key.new_zeros(key.shape[:3], dtype=torch.float32)
     for start in range(0, len(at), TILE):
         tile = slice(start, start + TILE)
         own_logits = None if logits is None else logits[:, tile]
         weights = key_weights(rows[:, :, tile], key, call, own_logits, ~seen[:, None, tile])
-        received += weights.square_().sum(2)
+        received += sum_of_rows(weights.square_())
     return received, seen.any(-1).sum(-1).expand(len(key))
 
 

@@ -36,6 +36,10 @@ ENCODE_ELEMENTS = 1 << 19
 ENCODE_ELEMENTS_ON_GPU = 1 << 23
 """The same on a GPU, where an encoding takes many launches and its time hardly depends on its size."""
 
+MOST_INPUT, MOST_INPUT_ON_GPU = 1 << 22, 1 << 26
+"""Elements of float32 tokens that are held at a time if some heads' tokens are encoded at several rates, or those of
+one head."""
+
 FIT_TOKENS = 2048
 """Maximum number of prompt tokens that a codec is fitted on, to limit float64 copies."""
 

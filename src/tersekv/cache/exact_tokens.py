@@ -13,7 +13,7 @@ from tersekv.cache.footprint import Footprint
 from tersekv.cache.pages import GROWTH, MIN_PAGE_TOKENS
 from tersekv.cache.schema import Check, listed, require, tensor, whole
 from tersekv.cache.segments import ExactSegment, latent_key
-from tersekv.cache.slots import Slots, in_front
+from tersekv.cache.slots import POSITIONS, Slots, in_front
 from tersekv.cache.state import Rules, State, Stateful
 from tersekv.errors import CacheError
 from tersekv.tensors import gathered, joined, type_name
@@ -194,7 +194,7 @@ class ExactTokens(Stateful):
     def add(self, new: Sequence[Tensor], positions: Tensor, fields: Mapping[str, Tensor]) -> None:
         """Append tokens [B, H, n, D] with positions [B, H, n], −1 where a head has none."""
         self.hold([joined(old, x.to(old.dtype)) for old, x in zip(self.data, new, strict=True)])
-        self.slots.add(positions, fields)
+        self.slots.add({POSITIONS: positions, **fields})
         self._tidy()
 
     def take(self, new: Sequence[Tensor], positions: Tensor, chosen: Tensor, fields: Mapping[str, Tensor]) -> None:

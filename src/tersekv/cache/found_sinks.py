@@ -54,8 +54,8 @@ def found_are_packed(store: Any, place: str) -> None:
 
 
 def _of_heads(shown: Tensor, held: Tensor) -> Tensor:
-    """Return the masks [B, N] of positions as masks [B, H, T] of the positions [B, H, T] that heads hold."""
-    return shown.unsqueeze(1).expand(-1, held.shape[1], -1).gather(2, held.long())
+    """Return the masks [B, N] of positions as masks [B, H, T] of the positions [B, H, T] that heads hold, or −1."""
+    return shown.unsqueeze(1).expand(-1, held.shape[1], -1).gather(2, held.clamp(min=0).long())
 
 
 def _usual(norms: Tensor) -> Tensor:
@@ -145,7 +145,11 @@ class FoundTokens(Stateful):
         if plain_step and self._located is not None and self._located[0] is pages:
             return self._located[1]
         each = [self.shown(masks.at(at, n), at, n) for at, n in zip(pages.where, pages.tokens, strict=True)]
-        located = pages.located([mask.expand(*mask.shape[:-2], queries, -1) for mask in each if mask is not None])
+        masks_of_pages = [mask.expand(*mask.shape[:-2], queries, -1) for mask in each if mask is not None]
+        padded = None
+        if (whole := pages.padded) is not None:
+            padded = lambda: self.without_copies(made, masks, queries) if (made := whole()) else None  # noqa: E731
+        located = pages.located(masks_of_pages, padded)
         if plain_step and pages.kept:
             self._located = pages, located
         return located
@@ -153,11 +157,12 @@ class FoundTokens(Stateful):
     def shown(self, mask: Tensor | None, where: Where, tokens: int) -> Tensor | None:
         """Return a segment's mask with the copies of found tokens hidden.
 
-        bool [B, 1 or q, T], or [B, H, 1 or q, T] if heads hold different tokens.
+        bool [B, 1 or q, T], or [B, H, 1 or q, T] if heads hold different tokens; [1 or q, T] of marks with `ends`.
         """
         if not self.places.shape[1]:
             return mask
         held, first = (where.positions() if isinstance(where, Marks) else where), 0
+        row = where.head // where.bits.shape[1] if isinstance(where, Marks) and where.ends is not None else None
         if isinstance(held, int):
             first, end = held, held + tokens
         elif isinstance(where, Marks):
@@ -167,7 +172,9 @@ class FoundTokens(Stateful):
         at = torch.where((self.places < first) | (self.places >= end), end, self.places).long() - first
         shown = torch.ones((len(at), end - first + 1), dtype=torch.bool, device=at.device)
         shown = shown.scatter_(1, at, False)[:, :-1]  # the last column takes those of other pages
-        if not isinstance(held, int):
+        if row is not None:
+            shown = shown[row, torch.as_tensor(held).flatten().long()]
+        elif not isinstance(held, int):
             shown = shown[:, held.long()] if held.dim() == 1 else _of_heads(shown, held)
         shown = shown.unsqueeze(-2)
         return shown if mask is None else mask & shown

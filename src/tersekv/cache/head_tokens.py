@@ -23,7 +23,7 @@ from tersekv.cache.parallel import HeadShard
 from tersekv.cache.placement import Placement
 from tersekv.cache.schema import per_row, positions, require, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
-from tersekv.cache.slots import Slots, in_front
+from tersekv.cache.slots import POSITIONS, Slots, in_front
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.cache.tier import Tier
 from tersekv.errors import CacheError, UserError
@@ -338,9 +338,9 @@ class HeadTokens(Stateful, ABC):
         positions, encoded = loose.slots.positions, []
         for i, (side, x) in enumerate(zip(tier.sides, loose.data, strict=True)):
             angles = None if i else lambda index: self.angles(positions.gather(2, index))
-            encoded.append(side.encoded(side.codec, coding.by_head(x, order, t, angles, taken)))
+            encoded.append((side.codec, side.encoded(side.codec, coding.by_head(x, order, t, angles, taken))))
         fields = {name: x.gather(2, order) for name, x in loose.slots.fields.items()}
-        tier.append(encoded, positions.gather(2, order).masked_fill(~taken, -1), fields, waiting)
+        tier.append(encoded, {POSITIONS: positions.gather(2, order).masked_fill(~taken, -1), **fields}, waiting)
         loose.keep(torch.zeros_like(positions).scatter_add(2, order, taken.to(torch.int32)) == 0)
         tier.compact(most)
         tier.give_back(most)

@@ -25,12 +25,12 @@ from tersekv.cache.packed_side import PackedSide
 from tersekv.cache.pages import ROLLBACK_TOKENS, PageSizes
 from tersekv.cache.parallel import ELSEWHERE, ContextParallel, HeadShard, OwnBlocks
 from tersekv.cache.placement import Placement
-from tersekv.cache.ranked_tokens import RankedTokens, ranked_are_packed
+from tersekv.cache.ranked_tokens import HeadRates, RankedTokens, ranked_are_packed
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.sampled_tokens import SampledTokens
 from tersekv.cache.schema import optional, per_row, require
 from tersekv.cache.segments import UNSEEN, Observed
-from tersekv.cache.slots import POSITIONS
+from tersekv.cache.slots import POSITIONS, Slots
 from tersekv.cache.state import Rules, Spec, State
 from tersekv.cache.store import LEAST_QUERIES, Store
 from tersekv.cache.tier import Tier
@@ -106,7 +106,8 @@ class LayerStore(Store):
     ) -> None:
         if heads is not None:
             codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
-            plan = plan._replace(**codecs)
+            rates = None if plan.rates is None else plan.rates[heads.first : heads.first + heads.count]
+            plan = plan._replace(**codecs, rates=rates)
         if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
             # heads may fill blocks at different times, so processes could not synchronise
             other = replace(plan.policy, seed=(plan.policy.seed + (heads.first if heads else 0)) % 2**31)
@@ -133,9 +134,10 @@ class LayerStore(Store):
         self.values = PackedSide(plan.values, values, sizes)
         self.sides = self.keys, self.values
         self.tiers = [Tier(*self.sides, latent=self.latent)]
-        if rest:
-            low = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share, rest, self.keys)
-            rest_of_values = PackedSide(plan.values, values, sizes, 0.0, rest, self.values)
+        of_heads = HeadRates(keys.shape[1], plan.rates if rest else None, rest, getattr(plan.policy, "budget", 0.0))
+        for bits in of_heads.lower if rest else ():
+            low = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share, bits, self.keys)
+            rest_of_values = PackedSide(plan.values, values, sizes, 0.0, bits, self.values)
             self.tiers.append(Tier(low, rest_of_values, latent=self.latent))
         self.padding = None
         self.placement = Placement(plan.policy, window, self.flush_tokens)
@@ -143,9 +145,10 @@ class LayerStore(Store):
         self._pages = None  # cached until packed blocks change
         most = plan.policy.most_found if window is None and two_rates(plan.keys, plan.values) else 0
         self.found = [FoundTokens(most, empty, heads, self.latent)] if most else []
-        ranks = rest and not evicts
-        ranking = plan.policy, self.flush_tokens, empty[0], query_rope or rope
-        self.ranked = [RankedTokens(*ranking)] if ranks else []
+        ranking = plan.policy, self.flush_tokens, empty[0], query_rope or rope, of_heads
+        self.ranked = [RankedTokens(*ranking)] if rest and not evicts else []
+        for tier in self.tiers if self.ranked else ():
+            tier.differ(Slots(empty[0], None, self.flush_tokens))
         kind = SampledTokens if plan.policy.samples else ChosenTokens
         self.chosen = [kind(plan, self.tiers, self.recent, self.placement, rope, heads)] if evicts else []
         self.by_head, self.estimates = evicts, any(chosen.estimates for chosen in self.chosen)
@@ -231,11 +234,10 @@ class LayerStore(Store):
         own = range(move.skip, move.leave) if self.own is None else self.own.run(placement.packed, move.leave)
         processes = None if self.own is None or not move.leave else self.own.processes
         hidden = None if self.padding is None else self.padding + self.placement.most_sinks
-        highs = [ranked.choose(observed, own, place, move.sinks, hidden) for ranked in self.ranked if move.leave]
-        which = self.ranked[0].parts(highs[0]) if highs else [own, *[range(0)] * len(self.ranked)]
+        highs = [ranked.choose(observed, move.leave, place, move.sinks, hidden) for ranked in self.ranked if move.leave]
         sinks, rest = [x[:, :, : move.sinks] for x in new], [x[:, :, move.sinks :] for x in new]
         old = [x[:, :, : placement.tail] for x in self.recent.data]
-        call = packing.Packing(which, move.leave, place, hidden, processes)
+        call = packing.Packing(own, move.leave, place, hidden, processes, highs[0] if highs else None)
         losses = observed.losses or (None, None)
         parts = range(2) if move.leave else ()
         encoded = [packing.encoded_side(self, i, old[i], sinks[i], rest[i], call, losses[i]) for i in parts]
@@ -245,9 +247,9 @@ class LayerStore(Store):
         placement.add(n, move)
         self.placement = placement
         self._forget(move.forget)
-        for i, tiers in enumerate(encoded):
-            for tier, changes in zip(self.tiers, tiers, strict=True):
-                tier.sides[i].append(*changes)
+        blocks = self.ranked[0].blocks(move.leave) if highs else [None]
+        for tier, *changes, count in zip(self.tiers, *encoded, blocks, strict=True) if encoded else ():
+            tier.append(changes, None, count)
         self.sinks.append(sinks)
         self.recent.drop_front(self.recent.tokens if restart else min(move.leave, kept))
         self.recent.append([x[:, :, max(0, move.leave - kept) :] for x in rest])
@@ -296,7 +298,8 @@ class LayerStore(Store):
     def is_whole(self, seen: int) -> bool:
         """True if, after an interrupted append, keys and values still hold the `seen` tokens."""
         exact = self.num_evicted + self.sinks.tokens + self.recent.tokens
-        held = {exact + sum(tier.sides[i].packed.tokens for tier in self.tiers) for i in range(2)}
+        heads = self.batch_size * self.kv_heads if self.ranked else 1  # whose blocks are counted one after the other
+        held = {exact + sum(tier.sides[i].packed.tokens for tier in self.tiers) // heads for i in range(2)}
         return self.num_tokens == seen and held == {seen} and not self.chosen  # it is unknown which tokens heads hold
 
     @plain

@@ -34,10 +34,13 @@ class LostVariance:
         counts: bool [B, 1 or H, n], True for tokens that count, for example not padding.
         """
         n, known = keys.shape[2], view.uncoded
-        coded, before = view.decode()[:, :, :n], keys.float()
-        if known is not None:
-            coded, before = coded - known[:, :, :n], before - known[:, :, :n]
-        coded, before = view.linear.components(coded), view.linear.components(before)
+        before = keys.float()
+        if known is None:
+            coded = view.inner.decode()[:, :, :n]
+        else:
+            coded, before = view.decode()[:, :, :n] - known[:, :, :n], before - known[:, :, :n]
+            coded = view.linear.components(coded)
+        before = view.linear.components(before)
         weights = before.new_ones((1, 1, n, 1)) if counts is None else counts.unsqueeze(-1).float()
         # the difference of the squares, before it is summed, so that no digits are lost
         each = torch.ones_like(weights), before, coded, (before - coded) * (before + coded)

@@ -13,7 +13,7 @@ from tersekv.cache import coding
 from tersekv.cache.blocks import BlockBuffer
 from tersekv.cache.coding import Tokens
 from tersekv.cache.lost_variance import LostVariance
-from tersekv.cache.pages import PageSizes
+from tersekv.cache.pages import PageSizes, blank
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.schema import Check, of_spec, optional, record, refuse, require, tensor
 from tersekv.cache.slots import Slots
@@ -109,7 +109,7 @@ class PackedSide(Stateful):
     def differ(self, slots: Slots) -> None:
         """Let each head have its own number of blocks, as `slots` says. There are none yet."""
         self.slots, like = slots, self.packed
-        self.packed = BlockBuffer(like.layout, 1, 1, slots.positions.device, like.sizes)
+        self.packed = BlockBuffer(like.layout, 1, 1, slots.device, like.sizes)
 
     def append(self, codec: Codec, encoded: Encoded) -> None:
         """Append what `encoded` has returned for this codec."""
@@ -143,17 +143,19 @@ class PackedSide(Stateful):
         begin, end = (int(end) for end in index.aminmax()) if index.numel() else (0, -1)
         return self.packed.layout.take_blocks(self.packed.planes(begin, end + 1), index - begin)
 
-    def page_view(self, number: int, angles: Angles | None) -> View:
+    def page_view(self, number: int, angles: Angles | MarkedAngles | None, alike: bool) -> View:
         """Return a page of heads with different numbers of blocks as kernels read it, without a copy: all heads have
         the blocks of all of them.
 
         angles: RoPE angles of its tokens, if the codec needs them.
+        alike: True if all heads have the same number of blocks in it. Then each has its own only.
         """
-        page = self.packed.pages[number]
-        planes = {
-            name: plane if plane.dim() < 3 else plane.expand(*self.shape[:2], *plane.shape[2:])
-            for name, plane in page.cut(0, len(page)).items()
-        }
+        page, (B, H) = self.packed.pages[number], self.shape[:2]
+        planes = page.cut(0, len(page))
+        if self.packed.layout.starts is None and alike:
+            planes = {name: plane.view(B, H, -1, *plane.shape[3:]) for name, plane in planes.items()}
+        else:
+            planes = {n: x if x.dim() < 3 else x.expand(B, H, *x.shape[2:]) for n, x in planes.items()}
         return coding.view(self.codec, planes, self.head_dim, angles)
 
     @property
@@ -181,6 +183,9 @@ class PackedSide(Stateful):
         """
         assert self.slots is not None
         layout, parts = self.packed.layout, [page.cut(0, len(page)) for page in self.packed.pages[first:]]
+        if any(plane.is_meta for plane in (new or {}).values()):  # shapes only
+            self.packed.replace(first, blank(layout, 1, 1, int(kept.sum()) * self._per_block, "meta"))
+            return
         index, _ = self.slots.index(first, self._per_block)
         if new is not None:
             B, H, m = *self.slots.heads, kept.shape[2] * self._per_block - index.shape[2]

@@ -1,11 +1,13 @@
-"""Ranks of a layer's packed tokens: some have the codec's own rate, the others a lower one.
+"""Ranks of a layer's packed tokens: each KV head has two rates, and its most important tokens the higher one.
 
-Tokens are ranked when they are packed. Of each head the most important ones enter the first tier, the
-others the second, both in order of position. One bit per token says which; positions follow from it.
+A tier of the layer has the tokens of one rate. Tokens are ranked when they are packed. The most important
+ones of a head enter the tier of its higher rate, the others that of its lower one, both in order of
+position. One bit per token says which; positions follow from it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,6 +16,7 @@ from torch import Tensor
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.schema import require, tensor
 from tersekv.cache.segments import Observed
+from tersekv.cache.slots import Slots
 from tersekv.cache.state import Spec, Stateful
 from tersekv.errors import UserError
 from tersekv.kernels.marks import BITS, Marks, pack_bits, places_of, unpack_bits
@@ -34,20 +37,44 @@ UNMEASURED = (
 
 
 def ranked_are_packed(store: Any, place: str) -> None:
-    """Check that `high` has one bit per packed token, with as many tokens of each rate in every head."""
+    """Check that `high` has one bit per packed token, and that each head has the tokens of its rates."""
     for ranked in store.ranked:
-        high, low = (tier.tokens for tier in store.tiers)
         where = f"{place}.ranked.0.high"
-        require(ranked.high.shape[2] * BITS == high + low, where, "has a wrong length")
-        count = ranked.is_high().sum(-1)
-        require(bool((count == high).all()), where, f"must name {high} tokens in every head")
+        require(ranked.high.shape[2] * BITS == store.placement.packed, where, "has a wrong length")
+        high = ranked.is_high().sum(-1).cpu()
+        for number, tier in enumerate(store.tiers):
+            wanted = sum(
+                torch.where(ranked.tiers[:, i] == number, n, 0)
+                for i, n in enumerate((high, store.placement.packed - high))
+            )
+            fits = bool((tier.blocks.cpu() * tier.block == wanted).all())
+            require(fits, where, f"must name as many tokens as each head has in tier {number}")
+
+
+class HeadRates:
+    """The rates of each KV head of a layer.
+
+    rates: see `LayerPlan`; None if the share `budget` of the tokens of all heads has the codec's bits, and the rest
+        `rest` bits.
+    lower: bits of the layer's tiers, except the first, whose codec has the bits of the plan.
+    tiers: int64 [H, 2], number of the tier of each head's higher and lower rate.
+    shares: share of each head's tokens that have the higher rate.
+    """
+
+    def __init__(self, heads: int, rates: Tensor | None, rest: float, budget: float) -> None:
+        self.lower, self.tiers, self.shares = [rest], torch.tensor([[0, 1]] * heads), [budget] * heads
+        if rates is not None:
+            bits = rates[:, :2].unique().flip(0)
+            self.lower, self.shares = bits[1:].tolist(), rates[:, 2].tolist()
+            self.tiers = (rates[:, :2, None] == bits).int().argmax(-1)
 
 
 class RankedTokens(Stateful):
     """The ranks of a layer's packed tokens under the policy `mixed`.
 
     block: number of tokens that are packed together.
-    high: uint8 [B, H, packed / 8], bit i % 8 of byte i // 8 is 1 if packed token i has the codec's rate.
+    rates: those of the heads.
+    high: uint8 [B, H, packed / 8], bit i % 8 of byte i // 8 is 1 if packed token i has its head's higher rate.
     query_rope: RoPE of the layer, or None if it cannot be removed.
     queries: [B, Hq, n, D] after RoPE, kept to rank tokens that are packed later.
     """
@@ -59,20 +86,32 @@ class RankedTokens(Stateful):
         ),
     }
 
-    def __init__(self, policy: TokenPolicy, block: int, keys: Tensor, query_rope: Rope | None) -> None:
+    def __init__(
+        self, policy: TokenPolicy, block: int, keys: Tensor, query_rope: Rope | None, rates: HeadRates
+    ) -> None:
         assert isinstance(policy, Mixed)
         if policy.allots and not policy.waits:
             raise UserError(UNMEASURED)
         self.policy, self.block, self.query_rope = policy, block, query_rope
+        self.tiers, self.shares = rates.tiers, rates.shares
         self.high = keys.new_empty((*keys.shape[:2], 0), dtype=torch.uint8)
         self.queries = keys[:, :, :0]
 
     # ------------------------------------------------------------------ growing
 
-    def counts(self, leave: int) -> tuple[int, int]:
-        """Return how many of `leave` tokens that are packed together have each rate."""
-        high = self.policy.chosen(leave, self.block)
-        return high, leave - high
+    def counts(self, leave: int, unit: int = 0) -> list[int]:
+        """Return how many of `leave` tokens that are packed together have each head's higher rate.
+
+        unit: they are a multiple of it, by default of whole blocks.
+        """
+        return [self.policy.chosen(share, leave, unit or self.block) for share in self.shares]
+
+    def blocks(self, leave: int) -> list[Tensor]:
+        """Return how many blocks each head gets in each tier, int64 [B, H], if `leave` tokens are packed together."""
+        high = torch.tensor(self.counts(leave)) // self.block
+        both = torch.stack([high, leave // self.block - high], dim=1)
+        tiers = range(1 + int(self.tiers.max()))
+        return [(both * (self.tiers == tier)).sum(1).expand(self.high.shape[:2]) for tier in tiers]
 
     def keep(self, query: Tensor, seen: int, masked: bool) -> None:
         """Keep some of the queries [B, Hq, n, D] of tokens that are about to be appended to `seen` others.
@@ -87,8 +126,8 @@ class RankedTokens(Stateful):
             new = new.to(self.queries.dtype)
             self.queries = joined(self.queries, new)[:, :, -KEPT:] if self.queries.shape[2] else new
 
-    def choose(self, observed: Observed, own: range, place: int, sinks: int, hidden: Tensor | None) -> Tensor:
-        """Return the mask [B, H, n] of the tokens `own` of those from `place` on that have the codec's rate.
+    def choose(self, observed: Observed, n: int, place: int, sinks: int, hidden: Tensor | None) -> Tensor:
+        """Return the mask [B, H, n] of the n tokens from `place` on that have the higher rate.
 
         sinks: first new tokens, which are not among them.
         hidden: int64 [B], tokens at smaller positions are padding or sinks of a row, or None.
@@ -96,30 +135,45 @@ class RankedTokens(Stateful):
         Raises:
             UserError: some have the lower rate, and their importance was not observed.
         """
-        n = len(own)
-        most, low = self.counts(n)
-        if not low or self.high.is_meta:
+        counts = self.counts(n)
+        if min(counts) == n or self.high.is_meta:
             return torch.ones((*self.high.shape[:2], n), dtype=torch.bool, device=self.high.device)
         if observed.importance is None:
             raise UserError(UNRANKED)
         score = observed.importance[:, :, sinks : sinks + n].float()
+        most, at = torch.tensor(counts, device=score.device), torch.arange(n, device=score.device)
         if hidden is not None:  # a row with padding has fewer tokens to choose, and padding fills up
-            hidden = (hidden - place).clamp(0, n)
-            chosen = torch.tensor([self.policy.chosen(n - p, 1) for p in hidden.tolist()], device=score.device)
-            filled = most - torch.maximum(chosen.clamp(max=most), most - hidden)
-            at = torch.arange(n, device=score.device)
-            score = score.masked_fill((at < hidden[:, None])[:, None], float("-inf"))
-            score = score.masked_fill((at < filled[:, None])[:, None], float("inf"))
-        order = score.argsort(dim=-1, descending=True, stable=True)[:, :, :most]
-        return torch.zeros_like(score, dtype=torch.bool).scatter_(2, order, True)
+            hidden = (hidden - place).clamp(0, n)[:, None]
+            chosen = torch.tensor([self.counts(n - p, 1) for p in hidden.flatten().tolist()], device=score.device)
+            filled = most - torch.maximum(torch.minimum(chosen, most), most - hidden)
+            score = score.masked_fill(at < hidden[..., None], float("-inf"))
+            score = score.masked_fill(at < filled[..., None], float("inf"))
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        chosen = (at < most[:, None]).expand_as(order)
+        return torch.empty_like(order, dtype=torch.bool).scatter_(2, order, chosen)
 
-    def parts(self, high: Tensor) -> list[range | Tensor]:
-        """Return the tokens of each tier, see `Packing`. high: what `choose` returned."""
-        n = high.shape[2]
-        most, low = self.counts(n)
-        if not low or high.is_meta:
-            return [range(most), range(most, n)]
-        return [places_of(high), places_of(~high)]
+    def parts(self, high: Tensor, heads: slice) -> list[tuple[int, Tensor]]:
+        """Return the tier of the higher rate of some heads, alike in rates, and its tokens int64 [B, heads, n],
+        ascending; then those of the lower rate.
+
+        high: what `choose` returned.
+        """
+        own, n = high[:, heads], self.counts(high.shape[2])[heads.start]
+        tiers, found = self.tiers[heads.start].tolist(), []
+        for tier, mask, tokens in zip(tiers, (own, ~own), (n, high.shape[2] - n), strict=True):
+            each = torch.arange(tokens, device=high.device).expand(*own.shape[:2], tokens)
+            found.append((tier, _places(mask, each)))
+        return [(tier, index) for tier, index in found if index.shape[2]]
+
+    def alike(self, n: int, most: int) -> Sequence[slice]:
+        """Return slices of at most `most` heads whose tiers and numbers of tokens are the same, if n are packed."""
+        kinds = list(zip(self.tiers.tolist(), self.counts(n), strict=True))
+        found, first = [], 0
+        for h in range(1, len(kinds) + 1):
+            if h == len(kinds) or kinds[h] != kinds[first] or h - first == most:
+                found.append(slice(first, h))
+                first = h
+        return found
 
     def add(self, high: Tensor) -> None:
         """Note the rates of tokens that were packed."""
@@ -131,19 +185,24 @@ class RankedTokens(Stateful):
         """Return `high` as bool [B, H, packed]."""
         return unpack_bits(self.high)
 
-    def where(self, rate: int, first: int, tokens: int, packed_first: int) -> Marks:
-        """Return the positions of slots `first` to `first + tokens` of a tier.
+    def where(self, tier: int, before: Tensor, count: Tensor, packed_first: int) -> Marks:
+        """Return the positions of a page of a tier.
 
+        before: number of each head's tokens in the tier's pages before. count: in this page; both int64 [B, H].
         packed_first: position of the first packed token.
         """
-        return Marks(self.high, packed_first, tokens, rate == 0, first)
+        value, ends = self.tiers[:, 0] == tier, count.flatten().cumsum(0).view_as(count)
+        if bool((count == count[0, 0]).all()):
+            return Marks(self.high, packed_first, int(count[0, 0]), value, before)
+        return Marks(self.high, packed_first, int(ends[-1, -1]), value, before - (ends - count), ends)
 
-    def order(self) -> Tensor:
-        """Return the slot of each packed token in order of position, int64 [B, H, packed].
-
-        Slots count those of the codec's rate first.
-        """
-        return self.is_high().logical_not().int().argsort(dim=2, stable=True).argsort(dim=2)
+    def positions(self, tier: int, slots: Slots, tokens: slice, packed_first: int) -> Tensor:
+        """Return the positions int32 [B, H, n] of a tier's slots, −1 for an empty one."""
+        _, there = slots.index(unit=slots.unit)
+        numbers, there = there.cumsum(-1)[:, :, tokens] - 1, there[:, :, tokens]
+        value = (self.tiers[:, 0] == tier).to(self.high.device)
+        mask = self.is_high() == value[:, None]
+        return torch.where(there, _places(mask, numbers.clamp(min=0)) + packed_first, -1).to(torch.int32)
 
     # ------------------------------------------------------------------ changing
 
@@ -154,3 +213,9 @@ class RankedTokens(Stateful):
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`."""
         footprint.parts["selection"] += self.high.nbytes + self.queries.nbytes
+
+
+def _places(mask: Tensor, numbers: Tensor) -> Tensor:
+    """Return the indices int64 [B, H, n] of the numbered places [B, H, n] of each head of a mask [B, H, T]."""
+    heads = torch.arange(mask.shape[0] * mask.shape[1], device=mask.device).repeat_interleave(numbers.shape[2])
+    return places_of(mask.flatten(0, 1), heads, numbers.flatten()).view_as(numbers)

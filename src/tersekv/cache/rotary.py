@@ -103,13 +103,20 @@ class Rotary(Stateful):
             return self.angles(where, n, device)
         if not isinstance(where, Marks):
             return self.at(where)
-        return self.at(where.positions()) if self.rope.varies else MarkedAngles(self.rope, where, self.padding)
+        if not self.rope.varies:
+            return MarkedAngles(self.rope, where, self.padding)
+        return self.at(where.positions(), None if where.ends is None else where.head // where.bits.shape[1])
 
-    def at(self, places: Tensor) -> Angles:
-        """Return the angles of tokens at `places`, int [n] or [B, H, n]."""
+    def at(self, places: Tensor, rows: Tensor | None = None) -> Angles:
+        """Return the angles of tokens at `places`, int [n] or [B, H, n]; of empty ones, −1, any.
+
+        rows: batch row of each token of places [1, 1, n] in any rows, int64 [n], or None.
+        """
+        places = places.clamp(min=0)
         if self.rope.varies:  # the table has a row for each token
             given = self.angles(0, int(places.max()) + 1, places.device)
-            return given._replace(places=(given.places + places).to(torch.int32), tokens=places.shape[-1])
+            first = given.places if rows is None or len(given.places) == 1 else given.places[rows, 0].view(1, 1, -1)
+            return given._replace(places=(first + places).to(torch.int32), tokens=places.shape[-1])
         if self.padding is not None:
             places = places - self.padding.to(places)[:, None, None]
         return self.rope.angles_at(places.clamp(min=0))

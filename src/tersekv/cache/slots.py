@@ -19,6 +19,8 @@ POSITIONS = "positions"
 
 def same_slots(slots: Slots, place: str) -> None:
     """Check that fields have the slots of the positions, and numbers where a slot holds a token."""
+    if not slots.held:
+        return
     alive = slots.held[POSITIONS] >= 0
     for name, x in slots.held.items():
         where, n, wanted = f"{place}.fields.{name}", x.shape[-1], alive.shape[-1]
@@ -30,11 +32,12 @@ class Slots(Stateful):
     """Positions of tokens, and further numbers.
 
     like: tensor [B, H, ·, ·]. An empty slot has position −1 and is never attended to.
-    fields: dtypes of the further numbers by name.
+    fields: dtypes of the further numbers by name; None if positions are known without this object, which then
+        holds `counts` only.
     unit: slots of a block if each head has its own number of blocks, else 0.
     held: positions int32 and fields by name. [B, H, n]; with a unit [N], page after page and within a page
         one head after the other, so that no head has empty blocks.
-    counts: with a unit, the number of blocks of each head in each page, int64 [B, H].
+    counts: with a unit, the number of blocks of each head in each page, int64 [B, H], on any device.
 
     With a unit, all that is given and returned as [B, H, n] has as many slots of a page in every head as the head with
     the most blocks in it; the others have empty ones at the end.
@@ -43,10 +46,10 @@ class Slots(Stateful):
     RULES: ClassVar[Rules] = (same_slots,)
     HELD: ClassVar[tuple[str, ...]] = ("held", "counts")
 
-    def __init__(self, like: Tensor, fields: Mapping[str, torch.dtype], unit: int = 0) -> None:
-        self.heads, self.unit = (len(like), like.shape[1]), unit
+    def __init__(self, like: Tensor, fields: Mapping[str, torch.dtype] | None, unit: int = 0) -> None:
+        self.heads, self.unit, self.device = (len(like), like.shape[1]), unit, like.device
         shape = (0,) if unit else (*self.heads, 0)
-        kinds = {POSITIONS: torch.int32, **fields}
+        kinds = {} if fields is None else {POSITIONS: torch.int32, **fields}
         self.held = {name: like.new_empty(shape, dtype=kind) for name, kind in kinds.items()}
         self.counts: Sequence[Tensor] = []
 
@@ -86,9 +89,8 @@ class Slots(Stateful):
 
     # ------------------------------------------------------------------ slots that all heads have
 
-    def add(self, positions: Tensor, fields: Mapping[str, Tensor]) -> None:
+    def add(self, new: Mapping[str, Tensor]) -> None:
         """Append slots: positions [B, H, n], and the fields of this object."""
-        new = {POSITIONS: positions, **fields}
         self.held = {name: torch.cat([old, new[name].to(old.dtype)], dim=2) for name, old in self.held.items()}
 
     def gather(self, index: Tensor) -> None:
@@ -121,10 +123,10 @@ class Slots(Stateful):
         first: number of the first page. Blocks are counted from its first one.
         unit: parts of a block that are counted.
         """
-        device = self.held[POSITIONS].device
+        device = torch.device("cpu") if self.device.type == "meta" else self.device
         index, there, start = [], [], 0
         for count in self.counts[first:]:
-            held = torch.arange(int(count.max()) * unit, device=device) < count.unsqueeze(-1) * unit
+            held = torch.arange(int(count.max()) * unit, device=device) < count.to(device).unsqueeze(-1) * unit
             index.append((held.flatten().cumsum(0) - 1).clamp(min=0).view_as(held) + start)
             there.append(held)
             start += int(count.sum()) * unit
@@ -154,13 +156,13 @@ class Slots(Stateful):
             padded = x[before:][index]
             padded = padded if new is None else torch.cat([padded, new[name].to(x.dtype)], dim=2)
             self.held = self.held | {name: torch.cat([x[:before], padded[slots]])}
-        self.counts = [*self.counts[:first], *([kept.sum(-1)] if bool(kept.any()) else [])]
+        self.counts = [*self.counts[:first], *([kept.sum(-1).cpu()] if bool(kept.any()) else [])]
 
     # ------------------------------------------------------------------ state
 
     def live_state(self) -> State:
         fields = dict(self.held)
-        state: State = {POSITIONS: fields.pop(POSITIONS), "fields": fields}
+        state: State = {POSITIONS: fields.pop(POSITIONS), "fields": fields} if fields else {}
         return state | ({"counts": list(self.counts)} if self.unit else {})
 
     def schema(self) -> dict[str, Check]:
@@ -171,10 +173,12 @@ class Slots(Stateful):
             if name != POSITIONS
         }
         counts = {"counts": each(tensor(torch.int64, *self.heads, low=0))} if self.unit else {}
-        return {POSITIONS: tensor(torch.int32, *shape), "fields": record(fields), **counts}
+        held = {POSITIONS: tensor(torch.int32, *shape), "fields": record(fields)} if self.held else {}
+        return held | counts
 
     def _hold(self, state: State, place: str) -> None:
-        self.held = own({POSITIONS: state[POSITIONS], **state["fields"]})
+        if self.held:
+            self.held = own({POSITIONS: state[POSITIONS], **state["fields"]})
         self.counts = own(state.get("counts", []))
 
     def select(self, rows: Tensor) -> None:
@@ -187,6 +191,11 @@ class Slots(Stateful):
         self.held = {name: x[index[rows][there[rows]]] for name, x in self.held.items()}
         counts = torch.stack([*self.counts]).sum(0)[rows] if self.counts else torch.zeros(0)
         self.counts = [counts] if bool(counts.any()) else []  # a page holds a block or more
+
+    def to(self, device: torch.device | str) -> None:
+        """Move everything to a device."""
+        super().to(device)
+        self.device = torch.device(device)
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`."""

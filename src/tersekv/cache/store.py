@@ -97,7 +97,7 @@ class Store(Stateful):
     @property
     def packed_tokens(self) -> int:
         """Number of packed tokens held here, of all rates."""
-        return sum(tier.tokens for tier in self.tiers)
+        return self.placement.packed if self.ranked else sum(tier.tokens for tier in self.tiers)
 
     @property
     def batch_size(self) -> int:
@@ -152,7 +152,7 @@ class Store(Stateful):
         if n <= self.room or not self.ranked:
             return False
         leave = self._next(n).leave
-        return leave > 0 and (self.policy.waits or self.ranked[0].counts(leave)[1] > 0)
+        return leave > 0 and (self.policy.waits or min(self.ranked[0].counts(leave)) < leave)
 
     def observed(self, queries: int) -> int:
         """Return how many of the latest `queries` queries vote for tokens."""
@@ -223,7 +223,7 @@ class Store(Stateful):
             if not self.packed_tokens:
                 return None
             pages = list(self._kernel_pages())
-            padded = self._padded if any(tier.ragged for tier in self.tiers) else None
+            padded = self._padded if any(page.ends is not None for page in pages) else None
             made = packed_pages_of(pages, self.kv_heads, self.value_dim if self.latent else 0, padded)
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
@@ -239,13 +239,21 @@ class Store(Stateful):
 
     def _ragged(self, rate: int) -> Iterator[PackedSegment]:
         tier, first = self.tiers[rate], 0
-        for number, count in enumerate(tier.slots.counts):
-            ends = count.flatten().cumsum(0).mul_(tier.block).view_as(count)
-            tokens = tier.keys.packed.pages[number].tokens
-            at = tier.slots.held[POSITIONS][first : first + tokens]
-            keys, values = tier.page_views(number, self.chosen[0].angles(at.view(1, 1, -1), ends))
-            yield PackedSegment(keys, values, at, tokens, tier.keys.correction, ends)
-            first += tokens
+        before = torch.zeros(tier.slots.heads, dtype=torch.int64)
+        for number, blocks in enumerate(tier.slots.counts):
+            count = blocks.cpu() * tier.block
+            for ranked in self.ranked:
+                marks = ranked.where(rate, before, count, self.packed_first)
+                angles = None if self.rotary is None else self.rotary.of(marks, marks.tokens, self.device)
+                keys, values = tier.page_views(number, angles, marks.ends is None)
+                yield PackedSegment(keys, values, marks, marks.tokens, tier.keys.correction, marks.ends)
+                before = before + count
+            for chosen in self.chosen:
+                ends, tokens = count.flatten().cumsum(0).view_as(count), int(count.sum())
+                at = tier.slots.held[POSITIONS][first : first + tokens]
+                keys, values = tier.page_views(number, chosen.angles(at.view(1, 1, -1), ends), False)
+                yield PackedSegment(keys, values, at, tokens, tier.keys.correction, ends)
+                first += tokens
 
     def _padded(self) -> PackedPages | None:
         """Return `pages` with equally many blocks in all heads, as the torch reference and Triton read them."""
@@ -253,7 +261,11 @@ class Store(Stateful):
 
     def _packed(self, rate: int, first: int, tokens: int) -> PackedSegment:
         keys, values = self.views(rate, first, tokens, joint=True)
-        return PackedSegment(keys, values, self._where(rate, first, tokens), tokens, self.tiers[rate].keys.correction)
+        where = self._where(rate, first, tokens)
+        if self.ranked and self.hidden is not None:
+            where = torch.as_tensor(where)
+            where = where.masked_fill(where < self.hidden[:, None, None], -1)
+        return PackedSegment(keys, values, where, tokens, self.tiers[rate].keys.correction)
 
     def views(self, rate: int, first: int, tokens: int, joint: bool = False) -> list[View]:
         """Return packed tokens of both sides. joint: as attention reads them, see `Tier.views`."""
@@ -266,13 +278,12 @@ class Store(Stateful):
 
     def _where(self, rate: int, first: int, tokens: int) -> Where:
         """Return the positions of slots `first` to `first + tokens` of a tier, see `PackedSegment`."""
-        if (slots := self.tiers[rate].slots) is not None:
-            return slots.positions[:, :, first : first + tokens]
-        if self.own is not None:
-            return self.own.part(first, tokens)
+        slots, part = self.tiers[rate].slots, slice(first, first + tokens)
         for ranked in self.ranked:
-            return ranked.where(rate, first, tokens, self.packed_first)
-        return self.packed_first + first
+            return ranked.positions(rate, slots, part, self.packed_first)
+        if slots is not None:
+            return slots.positions[:, :, part]
+        return self.packed_first + first if self.own is None else self.own.part(first, tokens)
 
     def held(self) -> Iterator[PackedSegment | ExactSegment]:
         """Return the tokens held in the order of votes: packed and exact slots of each rate, then the window."""
@@ -309,8 +320,11 @@ class Store(Stateful):
         views = zip(*(self.views(*extent) for extent in extents), strict=True)
         packed = [[view.decode().to(dtype) for view in side] for side in views] or [[], []]
         if self.ranked and extents:
-            order = self.ranked[0].order()
-            packed = [[gathered(torch.cat(parts, dim=2), order)] for parts in packed]
+            at = torch.cat([torch.as_tensor(self._where(*extent)) for extent in extents], dim=2) - self.packed_first
+            number = torch.arange(at.shape[2], device=at.device).expand(at.shape)
+            order = number.new_empty((*at.shape[:2], self.packed_tokens + 1))  # empty slots come last
+            order.scatter_(2, torch.where(at < 0, self.packed_tokens, at).long(), number)
+            packed = [[gathered(torch.cat(parts, dim=2), order[:, :, :-1])] for parts in packed]
         keys, values = (
             torch.cat([sinks.to(dtype), *parts, recent.to(dtype)], dim=2)
             for sinks, parts, recent in zip(self.sinks.data, packed, self.recent.data, strict=True)

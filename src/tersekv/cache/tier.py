@@ -37,7 +37,8 @@ def same_in_both(tier: Tier, place: str) -> None:
     if slots is None:
         return
     held = counts.pop()
-    require(slots.held[POSITIONS].shape[-1] == held, f"{place}.slots.0.positions", f"must have {held} slots")
+    if slots.held:
+        require(slots.held[POSITIONS].shape[-1] == held, f"{place}.slots.0.positions", f"must have {held} slots")
     pages = [int(count.sum()) * slots.unit for count in slots.counts]
     for side in tier.sides if slots.unit else ():
         own = [len(page) * side.packed.layout.block_tokens for page in side.packed.pages]
@@ -84,6 +85,11 @@ class Tier(Stateful):
         return len(self.slots) if self.ragged else self.keys.packed.tokens
 
     @property
+    def blocks(self) -> Tensor:
+        """Number of blocks of each head if the tier is ragged, int64 [B, H]."""
+        return sum(self.slots.counts, torch.zeros(self.slots.heads, dtype=torch.int64))
+
+    @property
     def extents(self) -> Iterator[tuple[int, int]]:
         """First token and number of tokens of pages, cut where a page of either side ends."""
         if self.ragged:
@@ -104,9 +110,9 @@ class Tier(Stateful):
         views = [side.view(first, tokens, None if i else angles) for i, side in enumerate(self.sides)]
         return self._joint(views) if joint else views
 
-    def page_views(self, number: int, angles: Angles | None) -> list[View]:
+    def page_views(self, number: int, angles: Angles | MarkedAngles | None, alike: bool) -> list[View]:
         """Return a page as kernels read it, see `PackedSide.page_view`."""
-        return self._joint([side.page_view(number, None if i else angles) for i, side in enumerate(self.sides)])
+        return self._joint([side.page_view(number, None if i else angles, alike) for i, side in enumerate(self.sides)])
 
     def _joint(self, views: list[View]) -> list[View]:
         """Return the keys and values of latents and rotated keys."""
@@ -116,25 +122,33 @@ class Tier(Stateful):
         # the map of the latents stays outside the loop over tokens; rotated keys have none
         return [Mapped(Concat([(latents.inner, R), (views[1], D)]), latents.linear._replace(rest=D)), latents]
 
-    def append(self, encoded: Sequence[Encoded], positions: Tensor, fields: dict[str, Tensor], blocks: Tensor) -> None:
+    def append(
+        self, encoded: Sequence[tuple[Codec, Encoded]], slots: Mapping[str, Tensor] | None, blocks: Tensor | None
+    ) -> None:
         """Append blocks.
 
-        encoded: of each side. positions, fields: of their slots, [B, H, n·block].
+        encoded: codec and blocks of each side. slots: positions and fields of the tokens, [B, H, n·block], if each head
+            holds its own.
         blocks: int64 [B, H], number of them that a head has. All heads get those of the head with most of them if the
             tier is not ragged.
         """
         if not self.ragged:
             for side, changes in zip(self.sides, encoded, strict=True):
-                side.append(side.codec, changes)
-            self.slots.add(positions, fields)
+                side.append(*changes)
+            if slots is not None:
+                self.slots.add(slots)
+            return
+        assert blocks is not None
+        for side, (codec, (_, lost)) in zip(self.sides, encoded, strict=True):
+            side.codec, side.lost = codec, lost
+        if not bool(blocks.any()):
             return
         first = self.slots.small_pages(int(blocks.sum()))
         _, kept = self.slots.index(first)
-        new = torch.arange(positions.shape[2] // self.block, device=blocks.device) < blocks.unsqueeze(-1)
-        planes = [side.packed.layout.join(parts) for side, (parts, _) in zip(self.sides, encoded, strict=True)]
-        for side, (_, lost) in zip(self.sides, encoded, strict=True):
-            side.lost = lost
-        self._replace(first, torch.cat([kept, new], dim=2), planes, {POSITIONS: positions, **fields})
+        new = torch.arange(int(blocks.max()), device=kept.device) < blocks.to(kept.device).unsqueeze(-1)
+        both = zip(self.sides, encoded, strict=True)
+        planes = [side.packed.layout.join(parts) for side, (_, (parts, _)) in both]
+        self._replace(first, torch.cat([kept, new], dim=2), planes, slots)
 
     def _replace(
         self,
@@ -222,6 +236,8 @@ class Tier(Stateful):
 
     def restart(self, codecs: Sequence[Codec]) -> None:
         """Remove all packed tokens. codecs: of each side, as they were before a fit."""
+        if self.ragged:
+            self.slots.counts = []
         for side, codec in zip(self.sides, codecs, strict=True):
             side.restart(codec)
 

@@ -39,9 +39,6 @@ system after packing. Decode steps of a large batch stay below the number of tok
 PARTS = "keys", "values", "policy"
 """Parts of a plan whose options a state names."""
 
-RATES = tensor(torch.float32, 3, low=0)
-"""Check of `LayerPlan.rates` in a state."""
-
 
 def options(part: Any) -> dict[str, str]:
     """Return the options of a codec or policy as text, with the name of its class.
@@ -226,13 +223,18 @@ class CompressedLayer(CacheLayerMixin):
         dtype = type_name(self.dtype)
         return common | {"shapes": shapes, "dtype": dtype, "store": self.store.live_state()}
 
+    @property
+    def _rates(self) -> Check:
+        """Check of `LayerPlan.rates` in a state."""
+        return tensor(torch.float32, self.cache.shape.kv_heads, 3, low=0)
+
     def adopt_rates(self, state: Any, place: str) -> None:
         """Give the layer the rates in a state, if they were chosen for it (`LayerPlan.rates`)."""
         held = state.get("plan") if isinstance(state, dict) else None
         rates = held.get("rates") if isinstance(held, dict) else None
         if rates is None or not self.plan.policy.allots:
             return
-        RATES(rates, f"{place}.plan.rates")
+        self._rates(rates, f"{place}.plan.rates")
         try:
             self.asked = self.plan if self.plan.policy.waits else None
             self.plan = with_rates(self.plan, own(rates))
@@ -260,7 +262,7 @@ class CompressedLayer(CacheLayerMixin):
         if plan.policy.needs_scores:
             fitted["scores"] = optional(tensor(torch.float32, plan.layers, shape.kv_heads, low=-1))
         if plan.rates is not None:
-            fitted["rates"] = RATES
+            fitted["rates"] = self._rates
         packed = {name: {k: one_of(text) for k, text in options(getattr(plan, name)).items()} for name in PARTS}
         fitted["options"] = record({name: record(wanted) for name, wanted in packed.items()})
         head = {

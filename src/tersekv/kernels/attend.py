@@ -85,8 +85,9 @@ class PackedPages:
         corrections: float32 [1 or B, H, D] of each page, see `softmax.score_bias`, or None.
         shared: number of the first channels of keys that are the values, 0 if these are others.
         ends: of each page None, or int64 [B, H] if the page holds the tokens of one head after those of another: the
-            token where each head's own ones end. All heads then share packed tensors and positions, int32 [T]. Only
-            the CPU kernels read such pages.
+            token where each head's own ones end. All heads then share packed tensors, and positions int32 [T], marks
+            that have the same ends, or a mask bool [q, T]. The torch reference does not read such pages, and Triton
+            not those with positions.
         padded: function that returns the same tokens as pages without `ends`, in which heads with fewer tokens have
             empty places. It copies the packed tensors. None if no page has `ends`.
         alike: numbers of the pages with the same correction, for each of them.
@@ -127,9 +128,12 @@ class PackedPages:
         )
         self.made: dict[str, Any] = {}
 
-    def located(self, where: Sequence[Where]) -> PackedPages:
-        """Return these pages with other positions or masks; both share the cached kernel arguments."""
-        of_heads = self.heads, self.corrections, self.shared
+    def located(self, where: Sequence[Where], padded: Callable[[], PackedPages | None] | None = None) -> PackedPages:
+        """Return these pages with other positions or masks; both share the cached kernel arguments.
+
+        padded: see above.
+        """
+        of_heads = self.heads, self.corrections, self.shared, self.ends, padded
         other = PackedPages(self.keys, self.values, where, self.tokens, self.maps, *of_heads)
         other.made = self.made
         return other
@@ -150,8 +154,8 @@ class Masks(NamedTuple):
     hidden: Tensor | None
 
     def at(self, where: Where, tokens: int) -> Tensor | None:
-        """Return the mask of a segment, bool [B, q, T] or [B, H, q, T]; None if all tokens are
-        visible."""
+        """Return the mask of a segment, bool [B, q, T] or [B, H, q, T], or [q, T] of marks with `ends`; None if all
+        tokens are visible."""
         if isinstance(where, Tensor) and where.dtype == torch.bool:
             return where
         if isinstance(where, Marks):
@@ -178,6 +182,14 @@ class Masks(NamedTuple):
         if self.mask is None and self.hidden is None:
             return None
         positions = marks.positions()
+        if marks.ends is not None:
+            at, rows = positions.flatten().long(), marks.head // marks.ends.shape[1]
+            seen = (
+                at.new_ones((1, len(at)), dtype=torch.bool)
+                if self.mask is None
+                else self.mask[rows, :, at].T.contiguous()
+            )
+            return seen if self.hidden is None else seen & (at >= self.hidden[rows])
         if self.hidden is not None:
             positions = positions.masked_fill(positions < self.hidden[:, None, None], -1)
         return self._per_head(positions)
@@ -225,6 +237,8 @@ def attend(
     """
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
+    if pages is not None and pages.padded is not None:
+        pages = pages.padded()
     return composed(attend_segments.reference, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)
 
 
@@ -241,8 +255,6 @@ def composed(
     parts: bool,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute `attend` with any implementation of `attend_segments`; maps and merging run in torch."""
-    if pages is not None and pages.padded is not None:
-        pages = pages.padded()
     H = exact[0][0].shape[1] if pages is None else pages.heads
     rows = query_rows(query, H).float()
     plain, packed = segments_of(query, exact, pages, mask, hidden)
@@ -286,8 +298,8 @@ def segments_of(
     plain = [Segment(k, v, _own(q, k) if where is None else cut.at(where, k.shape[2])) for k, v, where in exact]
     if pages is None:
         return plain, []
-    each = zip(pages.keys, pages.values, pages.where, pages.tokens, strict=True)
-    return plain, [Segment(k, v, cut.at(where, tokens), True) for k, v, where, tokens in each]
+    each = zip(pages.keys, pages.values, pages.where, pages.tokens, pages.ends, strict=True)
+    return plain, [Segment(k, v, cut.at(where, tokens), True, ends) for k, v, where, tokens, ends in each]
 
 
 def causal(q: int, T: int, device: torch.device) -> Tensor:

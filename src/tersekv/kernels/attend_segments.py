@@ -19,12 +19,13 @@ from tersekv.kernels.softmax import merge_segments
 
 class Segment(NamedTuple):
     """Keys and values of the same T tokens, each in any layout. mask: see `attend_packed`. is_page:
-    True if many steps read the segment, so that a backend prepares it once."""
+    True if many steps read the segment, so that a backend prepares it once. ends: see `PackedPages`."""
 
     keys: Operand
     values: Operand
     mask: Tensor | None = None
     is_page: bool = False
+    ends: Tensor | None = None
 
 
 @operator()

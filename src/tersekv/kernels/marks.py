@@ -16,38 +16,66 @@ BITS = 8
 class Marks(NamedTuple):
     """Positions of `tokens` tokens of each head, in ascending order.
 
-    The tokens of a head at positions whose bits equal `value` are numbered in order of position. The
-    page has those from number `skip` on.
+    The tokens of a head at positions whose bits equal `value` are numbered in order of position. Token t
+    of the page is number skip + t.
 
     bits: uint8 [B, H, n / 8]. Bit i % 8 of byte i // 8 is that of position first + i.
+    value: the same for all heads, or bool [H]. skip: the same for all heads, or int64 [B, H].
+    ends: see `PackedPages`. Then token t of all tokens of the page is number skip + t of its head.
     """
 
     bits: Tensor
     first: int
     tokens: int
-    value: bool = True
-    skip: int = 0
+    value: bool | Tensor = True
+    skip: int | Tensor = 0
+    ends: Tensor | None = None
 
     def part(self, first: int, tokens: int) -> Marks:
         """Return those of `tokens` tokens from the page's token `first` on."""
         return self._replace(tokens=tokens, skip=self.skip + first)
 
     @property
-    def native(self) -> tuple[Tensor, bool, int]:
+    def native(self) -> tuple[Tensor, Tensor, Tensor | None]:
         """The marks as an argument of the C++ extension."""
-        return last_contiguous(self.bits), self.value, self.skip
+        skip = torch.as_tensor(self.skip).expand(self.bits.shape[:2])
+        value = torch.as_tensor(self.value).expand(skip.shape)
+        return last_contiguous(self.bits), torch.stack([value.long(), skip], dim=-1), self.ends
+
+    @property
+    def head(self) -> Tensor:
+        """Number of the head that each token belongs to, counted over the batch rows, int64 [tokens]; with `ends`."""
+        assert self.ends is not None
+        tokens = self.ends.flatten().diff(prepend=self.ends.new_zeros(1)).to(self.bits.device)
+        heads = torch.arange(len(tokens), device=tokens.device)
+        return torch.repeat_interleave(heads, tokens, output_size=self.tokens)
 
     def positions(self) -> Tensor:
-        """Return the positions, int32 [B, H, tokens]."""
-        places = places_of(unpack_bits(self.bits) == self.value)
-        return places[:, :, self.skip : self.skip + self.tokens].to(torch.int32) + self.first
+        """Return the positions, int32 [B, H, tokens]; with `ends` [1, 1, tokens]."""
+        B, H, _ = self.bits.shape
+        value = torch.as_tensor(self.value, device=self.bits.device).expand(H)
+        mask = unpack_bits(self.bits) == value[:, None]
+        skip = torch.as_tensor(self.skip, device=mask.device).expand(B, H)
+        number = torch.arange(self.tokens, device=mask.device)
+        if self.ends is None:
+            head = torch.arange(B * H, device=mask.device).repeat_interleave(self.tokens)
+            shape, number = (B, H, self.tokens), number.repeat(B * H)
+        else:
+            head, shape = self.head, (1, 1, self.tokens)
+        places = places_of(mask.flatten(0, 1), head, number + skip.flatten()[head])
+        return places.view(shape).to(torch.int32) + self.first
 
 
-def places_of(mask: Tensor) -> Tensor:
-    """Return the indices int64 [B, H, n] of a mask [B, H, T] with n in every head, ascending."""
-    B, H, T = mask.shape
-    places = mask.flatten().nonzero().view(B, H, -1)  # far faster than the indices of three axes
-    return places - torch.arange(0, B * H * T, T, device=mask.device).view(B, H, 1)
+def places_of(mask: Tensor, head: Tensor, numbers: Tensor) -> Tensor:
+    """Return the indices int64 [n] of places of a mask [heads, T].
+
+    head, numbers: int64 [n], the places by the number of their head, and their number in the order of its places.
+        One that a head does not have gives any index.
+    """
+    T, places = mask.shape[1], mask.flatten().nonzero().flatten()  # far faster than the indices of two axes
+    counts = mask.sum(-1)
+    index = (counts.cumsum(0) - counts)[head] + numbers
+    return torch.nn.functional.pad(places, (0, 1))[index.clamp_(max=len(places))] - head * T
 
 
 def pack_bits(mask: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Tokens are ranked for each KV head by the attention that they receive in a second reading of the text
 (`attention/importance.py`). A fixed share of them is packed with the codec's bits, and the rest with
-fewer bits from the same fit. With `allot=prompt` or `allot=model`, rates and shares differ between layers.
+fewer bits from the same fit. With `allot=prompt` or `allot=model`, rates and shares differ between heads.
 
 Tokens are ranked when they are packed: those of a prompt together, and generated tokens in chunks of
 4 blocks. A chunk is ranked among itself by queries that were kept since, one of every 8 tokens.
@@ -42,8 +42,8 @@ class Mixed(Keeping):
         those that are packed together.
     rest: bits of the other tokens.
     reread: read prompts twice and rank their tokens by the second reading.
-    allot: layer uses these rates in every layer. prompt and model choose budget and rates of each layer,
-        with the codec's bits as the mean over layers and tokens (`sizes/rate_allotment.py`): by the
+    allot: layer uses these rates in every layer. prompt and model choose share and rates of each KV head,
+        with the codec's bits as the mean over heads and tokens (`sizes/rate_allotment.py`): by the
         prompt's own queries, or by a measurement of the model.
     """
 
@@ -107,16 +107,16 @@ class Mixed(Keeping):
         """Return `CHUNK` blocks. Layers with a sliding window have one rate and pack single blocks."""
         return CHUNK * block if window is None else block
 
-    def chosen(self, tokens: int, unit: int) -> int:
-        """Return how many of the tokens that are packed have the codec's bits, a multiple of `unit`.
+    def chosen(self, share: float, tokens: int, unit: int) -> int:
+        """Return how many of a head's tokens that are packed have its higher rate, a multiple of `unit`.
 
         It is at least one block, also of a few generated tokens: later tokens read these most.
 
-        All have the codec's bits before the layer has got its rates.
+        All have it before the layer has got its rates.
         """
         if self.allots:
             return tokens
-        return min(tokens, math.ceil(self.budget * tokens / unit - 1e-6) * unit)
+        return min(tokens, math.ceil(share * tokens / unit - 1e-6) * unit)
 
     @staticmethod
     def kept_queries(seen: int, n: int) -> list[int]:

@@ -1,14 +1,14 @@
-"""Rates of each layer under `mixed` with `allot=prompt` or `allot=model` (ours; docs/methods/mixed.md).
+"""Rates of each KV head under `mixed` with `allot=prompt` or `allot=model` (ours; docs/methods/mixed.md).
 
-Every layer gets two rates and a share of tokens for the higher one. Let a(s) be the squared
-attention that a layer's most important share s of tokens receives later, as a prompt shows it
+Every head gets two rates and a share of tokens for the higher one. Let a(s) be the squared
+attention that a head's most important share s of tokens receives later, as a prompt shows it
 (`attention/spread.py`) or a measurement of the model (`calibration/attention_spread.py`), and ε(b) the
-squared error of codes with b bits. A layer with bits b, rest r and share s loses
+squared error of codes with b bits. A head with bits b, rest r and share s loses
 
     a(s)·ε(b) + (a(1) − a(s))·ε(r).
 
-The sum of these losses is minimised over the layers. Codes and scales take as many bytes as with the
-recipe's bits everywhere. Each layer's choice minimises loss + λ·bytes, with one λ for all.
+The sum of these losses is minimised over the heads of all layers. Codes and scales take as many bytes as
+with the recipe's bits everywhere. Each head's choice minimises loss + λ·bytes, with one λ for all.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEAST_ON_PROMPT = 0.75
 
 
 class Option(NamedTuple):
-    """Rates of one layer and the bytes of one token of one head, mean over tokens."""
+    """Rates of one head and the bytes of one of its tokens, mean over tokens."""
 
     bits: float
     rest: float
@@ -43,7 +43,7 @@ class Option(NamedTuple):
 
 
 def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, int]) -> dict[int, LayerPlan]:
-    """Return the plans with rates of their own in every layer that can have two.
+    """Return the plans with rates of their own in every head of the layers that can have two.
 
     spread: float32 [layers, KV heads, STEPS + 1], see `calibration/attention_spread.py`. dims: channels of a
         key and of a value.
@@ -64,20 +64,20 @@ def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, in
     sizes, most = _sizes(next(iter(own.values())), dims)
     if any(_sizes(plan, dims) != (sizes, most) for plan in own.values()):
         raise UserError(f"{asked(own)} needs the same method in all layers that are not exact; use allot=layer")
-    best = least_loss(spread[list(own)].double().sum(1), sizes, most)
-    made = {i: with_rates(plan, rates_of(option)) for (i, plan), option in zip(own.items(), best, strict=True)}
-    return dict(plans) | made
+    best = least_loss(spread[list(own)].double().flatten(0, 1), sizes, most)
+    rates = torch.tensor([[one.bits, one.rest, one.steps / STEPS] for one in best]).unflatten(0, (len(own), -1))
+    return dict(plans) | {i: with_rates(plan, rates[k]) for k, (i, plan) in enumerate(own.items())}
 
 
 def asked(plans: Mapping[int, LayerPlan]) -> str:
-    """Return the option that asks for rates of each layer, for messages."""
+    """Return the option that asks for rates of each head, for messages."""
     return f"mixed: allot={next(iter(plans.values())).policy.options()['allot']}"
 
 
 def least_loss(received: Tensor, sizes: Mapping[float, float], most: float) -> list[Option]:
-    """Return the rates of each layer that lose least.
+    """Return the rates of each head that lose least.
 
-    received: float64 [layers, STEPS + 1], a(k/STEPS) of each layer. sizes: bytes of a token by bits.
+    received: float64 [heads, STEPS + 1], a(k/STEPS) of each head. sizes: bytes of a token by bits.
     most: mean bytes that a token may have.
     """
     pairs = [(a, b) for a in sizes for b in sizes if a > b]
@@ -100,33 +100,29 @@ def least_loss(received: Tensor, sizes: Mapping[float, float], most: float) -> l
 
 
 def evenly(plan: LayerPlan, dims: tuple[int, int]) -> LayerPlan:
-    """Return the plan with two rates whose mean size is that of the recipe's bits.
+    """Return the plan with two rates of all heads whose mean size is that of the recipe's bits.
 
-    Estimates use it in place of the rates of each layer, which are not known without a measurement.
+    Estimates use it in place of the rates of each head, which are not known without a measurement.
     """
     sizes, most = _sizes(plan, dims)
     lower = max((bits for bits, size in sizes.items() if size < most), key=sizes.__getitem__)
     upper = min((bits for bits, size in sizes.items() if size >= most), key=sizes.__getitem__)
     share = (most - sizes[lower]) / (sizes[upper] - sizes[lower])
-    return with_rates(plan, torch.tensor([upper, lower, min(share, 1 - 1e-6)], dtype=torch.float64))
-
-
-def rates_of(option: Option) -> Tensor:
-    """Return bits, rest and share as float32 [3], as a saved cache holds them."""
-    return torch.tensor([option.bits, option.rest, option.steps / STEPS])
+    rates = torch.tensor([[upper, lower, min(share, 1 - 1e-6)]], dtype=torch.float64)
+    return with_rates(plan, rates)._replace(rates=None)
 
 
 def with_rates(plan: LayerPlan, rates: Tensor) -> LayerPlan:
-    """Return the plan of a layer with these rates, see `rates_of`.
+    """Return the plan of a layer with these rates, see `LayerPlan.rates`.
 
     Raises:
         UserError: the codecs do not have them.
     """
-    bits, rest, share = rates.tolist()
-    keys, values = plan.keys.at_rate(bits), plan.values.at_rate(bits)
-    made = plan.policy.with_shares(share, rest)
-    made.check(keys, values)
-    return plan._replace(keys=keys, values=values, policy=made, rates=rates)
+    bits, share = rates[:, :2].unique().tolist(), float(rates[:, 2].mean())
+    keys, values = ([codec.at_rate(of) for of in bits] for codec in (plan.keys, plan.values))
+    made = plan.policy.with_shares(share, bits[0])
+    made.check(keys[-1], values[-1])
+    return plan._replace(keys=keys[-1], values=values[-1], policy=made, rates=rates)
 
 
 def _sizes(plan: LayerPlan, dims: tuple[int, int]) -> tuple[dict[float, float], float]:

@@ -38,7 +38,11 @@ class MarkedAngles:
 
     def listed(self) -> Angles:
         """Return the same with listed positions."""
-        first = 0 if self.padding is None else self.padding.to(self.marks.bits.device)[:, None, None]
+        first: int | Tensor = 0
+        if self.padding is not None:
+            rows = self.padding.to(self.marks.bits.device)
+            ends = self.marks.ends
+            first = rows[:, None, None] if ends is None else rows[self.marks.head // ends.shape[1]].view(1, 1, -1)
         return self.rope.angles_at((self.marks.positions() - first).clamp(min=0))
 
     def native(self, native: ModuleType, D: int, stepped: bool) -> tuple[Any, Tensor]:

@@ -126,7 +126,7 @@ def attend_segments(
     native = cpu.loaded()
     keys = [native_view(native, segment.keys) for segment in segments]
     values = [native_view(native, segment.values) for segment in segments]
-    where = tuple(0 if mask is None else last_contiguous(mask) for _, _, mask, _ in segments)
+    where = tuple(0 if segment.mask is None else last_contiguous(segment.mask) for segment in segments)
     return _attend_views(query, keys, values, where, None, 0, scaling, softcap)
 
 

@@ -308,6 +308,12 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
     return result
 
 
+def _lists_heads(pages: PackedPages) -> bool:
+    """True if a page of heads one after the other lists the positions of its tokens."""
+    each = zip(pages.where, pages.ends, strict=True)
+    return any(ends is not None and isinstance(at, Tensor) and at.dtype != torch.bool for at, ends in each)
+
+
 @layer_operators.attend.by(NAME)
 def attend_layer(
     query: Tensor,
@@ -326,7 +332,7 @@ def attend_layer(
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
     _check_interpreter(query)
-    if pages is not None and pages.padded is not None:
+    if pages is not None and pages.padded is not None and _lists_heads(pages):
         pages = pages.padded()
     sets = {} if pages is None else _page_sets(pages)
     call = query, exact, pages, mask, hidden
@@ -352,7 +358,7 @@ def _page_sets(pages: PackedPages) -> dict[int, PageSet]:
     if not sets:
         sets = pages.made[NAME] = {
             id(pages.keys[numbers[0]]): prepare(
-                [Segment(pages.keys[i], pages.values[i], None, True) for i in numbers], pages.shared > 0
+                [Segment(pages.keys[i], pages.values[i], None, True, pages.ends[i]) for i in numbers], pages.shared > 0
             )
             for numbers in pages.alike
         }

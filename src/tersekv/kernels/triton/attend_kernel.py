@@ -131,19 +131,20 @@ def _adds_later(KEYS, VALUES, LATENT):
 
 @triton.jit
 def _segment(
-    most, total, totals, loaded, queries, maps, keys, values, rope, pages, mask, column, b, h, B, H, R, T, row, first,
-    end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
+    most, total, totals, loaded, queries, maps, keys, values, rope, pages, mask, column, b, h, B, H, R, T, start, row,
+    first, end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
     LATENT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Add tokens `first` to `end` of one segment to the largest score, the sums of weights and the
-    weighted sums of values. column: mask column of the segment's first token."""
+    weighted sums of values. column: mask column of the segment's first token. T: number of the head's
+    tokens, which begin at token `start` of the segment."""
     N: tl.constexpr = NB * 32
     row_ok = row < R
     head = b.to(tl.int64) * H + h
     if PAGED:
         end = _pages_end(pages, b, first, end)
     for n0 in range(first, end, N):
-        at, held = n0, T
+        at, held = start + n0, start + T
         if PAGED:
             at, held = _paged(pages, b, n0)
         at = tl.multiple_of(at, 32)
@@ -167,7 +168,7 @@ def _segment(
             seen = n < tl.where(held > 0, T, 0)
         if HAS_MASK:
             byte = b.to(tl.int64) * mask[1] + h.to(tl.int64) * mask[2] + (row % mask[5])[None, :] * mask[3]
-            byte += (column + n) * mask[4]
+            byte += (column + start + n) * mask[4]
             seen = seen & (tl.load(mask[0] + byte, mask=seen & row_ok[None, :], other=0) != 0)
         s = tl.where(seen, s * LOG2E, float("-inf"))
         new = tl.maximum(most, tl.max(s, axis=0))
@@ -224,8 +225,9 @@ def attend(
       angles, T). A split is `split_tokens` tokens of all segments one after the other, each padded
       to whole tiles. `masks` has one mask per segment.
     - FIELDS describes the fields of `table`, int64 [pages, table_width]. A row has T, the page's
-      first mask column, and the fields. `runs`, int32 [grid's splits + 1 + 3·runs], has the first
-      run of each split and the number of runs, then page, first token and end of each run.
+      first mask column, 0 or the address of the heads' first tokens int64 [B·H + 1], and the fields.
+      `runs`, int32 [grid's splits + 1 + 3·runs], has the first run of each split and the number of
+      runs, then page, first token and end of each run.
 
     pairs: channels of RoPE. LATENT: True if the first leaf of the keys is the values, which have no
     fields. PAGED: `pages` has the page table int32 [B, P], the stride of its rows, tokens per page (a
@@ -273,10 +275,15 @@ def attend(
             for i in tl.static_range(len(VALUES)):
                 values = values + (_fields(line, FIELDS, len(KEYS) + i),)  # type: ignore[assignment]
             rope = _fields(line, FIELDS, len(KEYS) + len(VALUES)) + (pairs,)
+            starts = tl.load(line + 2)
+            own = starts.to(tl.pointer_type(tl.int64)) + head
+            start = tl.multiple_of(tl.load(own, mask=starts != 0, other=0).to(tl.int32), 32)
+            T = tl.load(own + 1, mask=starts != 0, other=tl.load(line)).to(tl.int32) - start
             most, total, totals = _segment(
                 most, total, totals, loaded, queries, maps, keys, values, rope, pages, masks[0],
-                tl.load(line + 1).to(tl.int32), b, h, B, H, R, tl.load(line).to(tl.int32), row, tl.load(at + 1),
-                tl.load(at + 2), scaling, softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[0], HAS_SOFTCAP, ROWS, NB,
+                tl.load(line + 1).to(tl.int32), b, h, B, H, R, T, start, row, tl.load(at + 1),
+                tl.minimum(tl.load(at + 2), T), scaling, softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[0],
+                HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip
     else:
         start = 0
@@ -284,7 +291,7 @@ def attend(
             T = segments[i][3]
             most, total, totals = _segment(
                 most, total, totals, loaded, queries, maps, segments[i][0], segments[i][1],
-                segments[i][2] + (pairs,), pages, masks[i], 0, b, h, B, H, R, T, row,
+                segments[i][2] + (pairs,), pages, masks[i], 0, b, h, B, H, R, T, 0, row,
                 tl.maximum(split * split_tokens - start, 0), tl.minimum((split + 1) * split_tokens - start, T), scaling,
                 softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[i], HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip

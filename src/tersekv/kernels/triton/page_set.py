@@ -30,12 +30,18 @@ them."""
 
 
 class PagePart(NamedTuple):
-    """One segment as the kernel reads it."""
+    """One segment as the kernel reads it.
+
+    starts: int64 [B·H + 1], the token where each head's own ones begin, see `ends` of `PackedPages`, or None.
+    most: most tokens of a head.
+    """
 
     keys: Keys
     values: Values
     tokens: int
     head_dim: int
+    starts: Tensor | None = None
+    most: int = 0
 
     def fields(self) -> tuple[tuple[Any, ...], ...]:
         """Return tensors and numbers of each key leaf, of each value leaf, and of the angles."""
@@ -49,7 +55,13 @@ class PagePart(NamedTuple):
         return *specs, self.keys.roped, identity(self.keys.pairs), *origins, types, self.head_dim
 
 
-def part(keys: Operand, values: Operand | None, device: torch.device, latent: bool = False) -> PagePart:
+def part(
+    keys: Operand,
+    values: Operand | None,
+    device: torch.device,
+    latent: bool = False,
+    ends: Tensor | None = None,
+) -> PagePart:
     """Check a segment and describe it. values: None for an output without channels. latent: see `prepare`.
 
     Raises:
@@ -57,10 +69,14 @@ def part(keys: Operand, values: Operand | None, device: torch.device, latent: bo
         numbers of tokens.
     """
     if latent:
-        return PagePart(*trees.latents(keys, device), *trees.size(keys))
-    made = PagePart(
-        trees.keys(keys, device), trees.NO_VALUES if values is None else trees.values(values, device), *trees.size(keys)
-    )
+        return PagePart(*trees.latents(keys, device), *(size := trees.size(keys)), None, size[0])
+    starts, size = None, trees.size(keys)
+    most = size[0]
+    if ends is not None:
+        starts = torch.nn.functional.pad(ends.flatten(), (1, 0))
+        most = int(starts.diff().max())
+    own = trees.NO_VALUES if values is None else trees.values(values, device)
+    made = PagePart(trees.keys(keys, device), own, *size, None if starts is None else starts.to(device), most)
     if values is not None and (n := trees.size(values)[0]) != made.tokens:
         raise ValueError(f"values: expected T = {made.tokens} tokens like the keys, got {n}")
     return made
@@ -91,19 +107,20 @@ class Group:
 
     @property
     def tokens(self) -> int:
-        """Number of tokens of all segments."""
-        return sum(part.tokens for part in self.parts)
+        """Number of tokens of all segments, of the head that has the most."""
+        return sum(part.most for part in self.parts)
 
     def _make_table(self) -> None:
         rows, codes = [], []
         columns = list(zip(*(part.fields() for part in self.parts), strict=True))
-        at = 2
+        at = 3
         for pages in columns:  # for each leaf, and the angles
             codes.append((at, *field_codes(pages)))
             at += len(pages[0])
         start = 0
         for i, part in enumerate(self.parts):
-            rows.append([part.tokens, start, *(number(field) for pages in columns for field in pages[i])])
+            own = 0 if part.starts is None else part.starts.data_ptr()
+            rows.append([part.tokens, start, own, *(number(field) for pages in columns for field in pages[i])])
             start += part.tokens
         self.field_codes = tuple(codes)
         self.table = torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
@@ -121,7 +138,7 @@ class Group:
 
     def _runs(self, plan: LaunchPlan) -> tuple[LaunchPlan, int, Tensor | None]:
         tile = 32 * plan.blocks
-        padded = [-(-part.tokens // tile) * tile for part in self.parts]
+        padded = [-(-part.most // tile) * tile for part in self.parts]
         if self.table is None and len(padded) > 1 and sum(padded) <= 2 * tile:
             # sinks and window: two splits plus a merge would take longer
             plan = plan._replace(split_tokens=2 * tile)
@@ -132,7 +149,7 @@ class Group:
         for split in range(splits):
             begin, end, start = split * plan.split_tokens, (split + 1) * plan.split_tokens, 0
             for page, (part, room) in enumerate(zip(self.parts, padded, strict=True)):
-                first, last = max(0, begin - start), min(part.tokens, end - start)
+                first, last = max(0, begin - start), min(part.most, end - start)
                 if first < last:
                     runs.append((page, first, last))
                 start += room
@@ -182,7 +199,7 @@ def _groups(segments: Sequence[Segment], first: int, device: torch.device, laten
     """Group segments. Their indices in the page set are from `first` on."""
     alike: dict[Any, list[tuple[int, Segment, PagePart]]] = {}
     for i, segment in enumerate(segments):
-        described = part(segment.keys, segment.values, device, latent)
+        described = part(segment.keys, segment.values, device, latent, segment.ends)
         exact = isinstance(segment.keys, Tensor) and isinstance(segment.values, Tensor) and not segment.is_page
         alike.setdefault((exact, described.likeness()), []).append((first + i, segment, described))
     groups = []
@@ -213,9 +230,8 @@ queries."""
 
 
 def strided(mask: Tensor) -> Strided:
-    """Convert a mask bool [B, q, T] or [B, H, q, T] to a kernel argument."""
-    if mask.dim() == 3:
-        mask = mask.unsqueeze(1)
+    """Convert a mask bool [q, T], [B, q, T] or [B, H, q, T] to a kernel argument."""
+    mask = _of_heads(mask)
     b, h, q, t = (0 if n == 1 else stride for n, stride in zip(mask.shape, mask.stride(), strict=True))
     return mask.view(torch.uint8), b, h, q, t, mask.shape[2]
 
@@ -223,7 +239,7 @@ def strided(mask: Tensor) -> Strided:
 def joined_mask(masks: Sequence[Tensor | None], tokens: Sequence[int]) -> Tensor | None:
     """Join masks to one [B, H, q, ΣT]; tokens: number per segment. Nothing is copied if all are
     neighbouring columns of one tensor."""
-    there = [mask if mask.dim() == 4 else mask.unsqueeze(1) for mask in masks if mask is not None]
+    there = [_of_heads(mask) for mask in masks if mask is not None]
     if not there:
         return None
     first = there[0]
@@ -237,6 +253,11 @@ def joined_mask(masks: Sequence[Tensor | None], tokens: Sequence[int]) -> Tensor
         for mask, n in zip(masks, tokens, strict=True)
     ]
     return torch.cat(columns, dim=-1)
+
+
+def _of_heads(mask: Tensor) -> Tensor:
+    """Return a mask bool [q, T], [B, q, T] or [B, H, q, T] with four axes."""
+    return mask[None, None] if mask.dim() == 2 else mask.unsqueeze(1) if mask.dim() == 3 else mask
 
 
 def _neighbours(masks: Sequence[Tensor]) -> bool:
