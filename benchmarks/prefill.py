@@ -69,14 +69,17 @@ LARGE = {"layers": 32, "kv_heads": 8, "head_dim": 128, "parameters": 8e9}
 
 @contextmanager
 def time_of(owner: Any, name: str) -> Iterator[list[float]]:
-    """Collect the seconds of each call of a function of a module or class."""
+    """Collect the seconds of each call of a function of a module or class, but of calls within a call."""
     taken: list[float] = []
-    run = getattr(owner, name)
+    run, depth = getattr(owner, name), 0
 
     def timed(*args: Any, **named: Any) -> Any:
-        start = time.perf_counter()
+        nonlocal depth
+        depth, start = depth + 1, time.perf_counter()
         result = run(*args, **named)
-        taken.append(time.perf_counter() - start)
+        depth -= 1
+        if not depth:
+            taken.append(time.perf_counter() - start)
         return result
 
     setattr(owner, name, timed)
@@ -103,10 +106,11 @@ class Prefill(NamedTuple):
 def prefill(model: Any, ids: Tensor, recipe: str | None, calibration: Path | None) -> Prefill:
     """Read a prompt and return the times."""
     opened = nullcontext() if recipe is None else tersekv.compress(model, recipe, calibration)
-    with opened, time_of(CompressedLayer, "append") as packing, time_of(observe, "importance") as ranking:
+    ranking = [time_of(observe, name) for name in ("importance", "importance_and_spread")]
+    with opened, time_of(CompressedLayer, "append") as packing, ranking[0] as ranks, ranking[1] as spreads:
         start = time.perf_counter()
         model(ids, use_cache=True, logits_to_keep=1)
-        return Prefill(time.perf_counter() - start, sum(packing), sum(ranking))
+        return Prefill(time.perf_counter() - start, sum(packing), sum(ranks + spreads))
 
 
 def on_corpus(recipe: str | None) -> bool:

@@ -178,7 +178,10 @@ def page() -> Page:
             Section(
                 "Experiments",
                 "Left out: models of 7 billion parameters, LongBench's full sets, lengths above 8,192 tokens (the "
-                "model's limit), and kernels on a GPU. `--model` and `--values` run them elsewhere.",
+                "model's limit), and kernels on a GPU. `--model` and `--values` run them elsewhere. Not finished, with "
+                "about the time on one thread of Zen 5: SmolLM2 with 4 and 2 bits in KVQuant's tables, 12 minutes per "
+                "table; Qwen in windows of 2,048 tokens, 3 minutes for a window of 7 rows, and 84 seconds for a needle "
+                "of 2k; PolarQuant's Table 2 at the paper's length, 17 minutes per round on two threads.",
                 contents(),
             ),
             *parts(),
@@ -198,8 +201,8 @@ def kvquant_page() -> Page:
         "to 1.3 % at 4 and 3 bits and 3.7 % at 2 bits, so smaller differences are not settled by windows alone. Of "
         "SmolLM2-135M, columns with 4 and 2 bits, and Tables 13, 21 and those after them, are from before two "
         "changes: k-means started at random, and outliers of values were rounded "
-        "up to 2 of 192 values (1.04 % instead of 1 %). The other models were read in 16 windows of 512 tokens and "
-        "calibrated on 4 samples of 512 where a table says so, which is a smaller test than the paper's.",
+        "up to 2 of 192 values (1.04 % instead of 1 %). The other models were read in 16 to 32 windows of 512 tokens, "
+        "and calibrated on 4 samples of 512, where a table says so, which is a smaller test than the paper's.",
         (Section("Agreement", f"{HOW} Claims are at 3 bits unless they say otherwise.", verdicts_of(PERPLEXITIES),
                  ["papers/kvquant.jsonl"]), *experiments("kvquant", "kvquant", said)),
     )  # fmt: skip
