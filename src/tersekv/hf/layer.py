@@ -333,12 +333,12 @@ class CompressedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ changing
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Remove the latest tokens; `tokens_to_remove` is minus their number."""
+        """Remove the latest tokens; `tokens_to_remove` is minus their number. Without tokens the layer is new."""
         tokens = -checked_crop(tokens_to_remove)
         self.check_crop(tokens)
         if self.store is not None:
             self.store.crop(tokens - self.cache.allotment.drop(self.index))
-            if self.asked is not None and not self.store.num_tokens:
+            if not self.store.num_tokens:
                 self.reset()
 
     def check_crop(self, tokens: int) -> None:
