@@ -368,7 +368,7 @@ def test_launches_of_a_step(device, monkeypatch):
     from test_store import tokens as inputs
 
     launched = []
-    for module, name in ((launch.kernels, "attend"), (launch.merging, "merge"), (maps, "finish")):
+    for module, name in ((launch.kernels, "attend"), (maps, "finish")):
         monkeypatch.setattr(module, name, Counted(getattr(module, name), name, launched))
     keys, values = inputs(100, B=1)
     store = fed("window:sinks=4,recent=32+kivi:bits=4", keys, values, [0, 100])

@@ -14,12 +14,11 @@ from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.registry import NotTaken
 from tersekv.kernels.triton import attend_kernel as kernels
 from tersekv.kernels.triton import leaves as constants
+from tersekv.kernels.triton import maps
 from tersekv.kernels.triton.leaves import Leaf, power
 from tersekv.kernels.triton.page_set import Group, PageSet, joined_mask, part, prepare, strided
 from tersekv.kernels.triton.tuning import key_of, plan, shrink
 from tersekv.tensors import last_contiguous
-
-merging = kernels
 
 
 def attend(
@@ -222,7 +221,11 @@ def _merged(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
     B, H, splits, R, D = outs.shape
     out, lse = outs.new_empty((B, H, R, D)), lses.new_empty((B, H, R))
     if lse.numel():
-        merging.merge[(B * H, R)](out, lse, outs, lses, splits, R, D, SPLITS=16, CHANNELS_=power(D), num_warps=4)
+        maps.finish[(B * H, R, 1)](
+            out, H * R * D, R * D, 0, D, lse, outs, lses, splits, splits, (outs,), outs, 0, 0, outs, H, R, R, D,
+            OF=maps.IDENTITY.value, HAS_MEAN=False, HAS_SINKS=False, SPLITS=16, OUTPUTS=power(D), CHANNELS=32,
+            num_warps=4,
+        )  # fmt: skip
     return out, lse
 
 
@@ -244,7 +247,7 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
         raise ValueError(f"outs, lses: expected {tuple(shape)} and {tuple(shape[:3])} of each segment")
     out, lse = outs[0].new_empty(shape), outs[0].new_empty(shape[:3])
     if out.numel():
-        merging.merge_parts[(lse.numel(),)](
+        kernels.merge_parts[(lse.numel(),)](
             out, lse, tuple(x.contiguous() for x in outs), tuple(x.contiguous() for x in lses), shape[-1],
             PARTS=len(outs), CHANNELS_=power(shape[-1]), num_warps=1,
         )  # fmt: skip

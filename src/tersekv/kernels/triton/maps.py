@@ -2,8 +2,8 @@
 of the codes, and the output in the model's type.
 
 `map_query` is part of the launch that reads exact tokens (`attend_kernel.attend`), because both
-need the query alone. `finish` merges all splits. Outputs of packed tokens are mapped back after
-merging, because the map is linear.
+need the query alone. `finish` merges splits, also those of many queries, which have no map. Outputs
+of packed tokens are mapped back after merging, because the map is linear.
 
 A map of D channels (`kernels/attend.Map`) is a tuple of kernel arguments, whose kind is OF: a
 rotation float32 [D, D] with strides of batch row and head; or a basis of 6-bit entries and its
