@@ -91,7 +91,7 @@ void encode_trellis(EncodeTrellis call, int threads) {
   call.ends = most.data();
   const SearchTasks tasks{call, current().encode_trellis, ceil_div(call.n, kTrellisTask)};
   const double steps = static_cast<double>(call.R * call.n * (1 + call.tries)) *
-                       static_cast<double>(call.D + kTrellisWarmUp + kTrellisLookAhead);
+                       (1.3 * static_cast<double>(call.D));  // a third is searched twice
   const double ns = steps * kNsPerStep;
   const auto run = ns < kLongNs ? run_tasks : run_in_team;
   run(

@@ -8,7 +8,7 @@
 namespace tersekv {
 
 // Constants of kernels/trellis.py.
-constexpr int64_t kTrellisWarmUp = 24, kTrellisLookAhead = 20, kTrellisLookAheadBits = 48, kTrellisRenormalise = 16;
+constexpr int64_t kTrellisWarmUpBits = 48, kTrellisLookAheadBits = 40, kTrellisRenormalise = 16;
 constexpr float kTrellisTypicalCost = 3.0f, kTrellisMargin = 4096.0f;
 constexpr int kTrellisLargest = 32767;
 constexpr int kGainSteps = 16, kUnitGain = 144;  // steps per factor of two, and the code of gain 1

@@ -179,34 +179,50 @@ inline int state_before(const Lane& lane, const Component& c, int state) {
   return best + lane.chosen[c.place + best];
 }
 
+// Search components [first, last) of a ring, where those from `count` on are the first ones again.
+template <class S, int N>
+void search_around(const Component* components, int64_t count, int64_t first, int64_t last, const Lane* lanes,
+                   Paths<S, N>& paths) {
+  const int64_t middle = last < count ? last : count;
+  search_steps<S, N>(components, first, middle, 0, lanes, paths);
+  search_steps<S, N>(components, 0, last - middle, middle - first, lanes, paths);
+}
+
 template <class S, int N>
 void search_together(const Component* components, int64_t count, const Lane* lanes) {
   Paths<S, N> paths;
   int state[N], ring[N];
-  const int64_t warm = count < kTrellisWarmUp ? count : kTrellisWarmUp;
-  int64_t ahead = 0;
-  while (ahead < count && (ahead < kTrellisLookAhead || components[ahead].brought < kTrellisLookAheadBits)) ahead++;
+  const int total = components[count - 1].brought + components[count - 1].bits;
+  int64_t begin = 0;
+  while (begin < count && components[begin].brought < kTrellisWarmUpBits) begin++;
+  const int warm = begin < count ? components[begin].brought : total;
+  const auto before = [&](int64_t i) {
+    return i < count ? components[i].brought : components[i - count].brought + total;
+  };
+  int64_t end = begin;
+  while (end < begin + count && before(end) < warm + kTrellisLookAheadBits) end++;
   for (int v = 0; v < N; v++)
     for (auto& cost : paths.cost[v]) cost = S::set1(0);
-  search_steps<S, N>(components, count - warm, count, 0, lanes, paths);
-  search_steps<S, N>(components, 0, ahead, warm, lanes, paths);
+  search_around<S, N>(components, count, 0, end, lanes, paths);
   for (int v = 0; v < N; v++) state[v] = best_state<S>(paths.cost[v]);
-  for (int64_t i = ahead - 1; i >= 0; i--)
-    for (int v = 0; v < N; v++) state[v] = state_before(lanes[v], components[i], state[v]);
+  for (int64_t i = end - 1; i >= begin; i--)
+    for (int v = 0; v < N; v++) state[v] = state_before(lanes[v], components[i < count ? i : i - count], state[v]);
   for (int v = 0; v < N; v++) {
     alignas(64) uint16_t cost[kTrellisStates];
     for (uint16_t& x : cost) x = 0xffff;
     cost[ring[v] = state[v]] = 0;
     for (int z = 0; z < kCostVectors; z++) paths.cost[v][z] = S::load(cost + z * kCosts);
   }
-  search_steps<S, N>(components, 0, count, 0, lanes, paths);
-  for (int64_t i = count - 1; i >= 0; i--) {
-    const Component& c = components[i];
+  search_around<S, N>(components, count, begin, begin + count, lanes, paths);
+  for (int64_t i = begin + count - 1; i >= begin; i--) {
+    const int64_t at = i < count ? i : i - count;
+    const Component& c = components[at];
+    const int brought = before(i) - warm;
     for (int v = 0; v < N; v++) {
-      lanes[v].windows[i] = kReversed[state[v]];
+      lanes[v].windows[at] = kReversed[state[v]];
       state[v] = state_before(lanes[v], c, state[v]);
-      if (c.brought < kStateBits)  // costs that saturate do not tell the ring's path from others
-        state[v] = (state[v] & ((1 << c.brought) - 1)) | (ring[v] << c.brought & (kTrellisStates - 1));
+      if (brought < kStateBits)  // costs that saturate do not tell the ring's path from others
+        state[v] = (state[v] & ((1 << brought) - 1)) | (ring[v] << brought & (kTrellisStates - 1));
     }
   }
 }

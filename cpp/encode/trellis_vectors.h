@@ -13,14 +13,19 @@ inline int gain_code(double gain) {
   return code < 0 ? 0 : code > 255 ? 255 : static_cast<int>(code);
 }
 
-// Add the newest bits of each window to a stream of zeros.
+// Write the newest bits of each window to a stream. A word is stored again until it is full.
 inline void write_stream(const Component* components, int64_t count, const uint8_t* windows, uint16_t* stream) {
-  int64_t place = 0;
+  uint32_t word = 0;
+  int filled = 0;
   for (int64_t a = 0; a < count; a++) {
-    const uint32_t bits = static_cast<uint32_t>(windows[a] >> (kStateBits - components[a].bits)) << place % 16;
-    stream[place / 16] |= static_cast<uint16_t>(bits);
-    if (bits >> 16) stream[place / 16 + 1] |= static_cast<uint16_t>(bits >> 16);
-    place += components[a].bits;
+    const int bits = components[a].bits;
+    word |= static_cast<uint32_t>(windows[a] >> (kStateBits - bits)) << filled;
+    filled += bits;
+    *stream = static_cast<uint16_t>(word);
+    const int full = filled / 16;  // 0 or 1
+    stream += full;
+    word >>= 16 * full;
+    filled -= 16 * full;
   }
 }
 

@@ -44,8 +44,8 @@ def test_training_lowers_the_error():
     tables = torch.zeros(9, 256)
     errors = []
     for rounds in (0, 6):
-        tables[2] = trained(2, backends.encode_trellis, seed=0, rounds=rounds, vectors=800, dim=32)
-        errors.append(squared_error(2, backends.encode_trellis, tables, vectors=800, dim=32))
+        tables[2] = trained(2, backends.encode_trellis, seed=0, rounds=rounds, vectors=800, dim=64)
+        errors.append(squared_error(2, backends.encode_trellis, tables, vectors=800, dim=64))
     assert errors[1] < 0.99 * errors[0]
     assert errors[1] < SQUARED_ERROR["scalar"][2] * 0.75
 

@@ -166,14 +166,21 @@ def test_costs_that_saturate_leave_a_ring(isa):  # noqa: F811
         check(far, torch.rand(1, 32).log().mul(20).exp(), bits)
 
 
-@pytest.mark.parametrize(("rate", "most"), [(1, 1.02), (2, 1.02), (3, 1.01), (5, 1.01)])
-def test_a_first_state_from_some_components_costs_little(monkeypatch, rate, most):
+FALLING = [5] * 2 + [4] * 15 + [3] * 30 + [2] * 15 + [1] * 2
+"""Bits as a fitted basis has them."""
+
+
+@pytest.mark.parametrize(
+    ("rates", "most"), [([1] * 64, 1.02), ([2] * 64, 1.02), ([3] * 64, 1.02), ([5] * 64, 1.01), (FALLING, 1.015)]
+)
+def test_a_first_state_from_some_components_costs_little(monkeypatch, rates, most):
     """The bound is relative to a first state from all components twice."""
     torch.manual_seed(0)
-    y, weight, bits = torch.randn(1, 400, 64), torch.ones(1, 64), torch.full((1, 64), rate, dtype=torch.uint8)
+    bits = torch.tensor([rates], dtype=torch.uint8)
+    y, weight = torch.randn(1, 400, 64), 4.0 ** (bits.float() - 5)
     windows = native.encode_trellis(y, weight, bits, tables())
-    monkeypatch.setattr(search, "WARM_UP", 64)
-    monkeypatch.setattr(search, "LOOK_AHEAD", 64)
+    monkeypatch.setattr(search, "WARM_UP_BITS", sum(rates))
+    monkeypatch.setattr(search, "LOOK_AHEAD_BITS", sum(rates))
     whole = encode_trellis.reference(y, weight, bits, tables())
     ours, theirs = (squared_error(y, weight, bits, found).sum() for found in (windows, whole))
     assert ours < most * theirs

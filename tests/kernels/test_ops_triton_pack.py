@@ -11,7 +11,7 @@ import torch
 
 from tersekv.kernels import backends
 from tersekv.kernels.basis import basis_components, basis_product, unpacked_basis
-from tersekv.kernels.trellis import cost_units, look_ahead, pack_trellis, pack_vectors
+from tersekv.kernels.trellis import cost_units, first_search, pack_trellis, pack_vectors
 from tersekv.kernels.triton import encode, pack
 from test_ops_basis import drawn
 from test_ops_trellis import packed_error, tables, vector_call
@@ -134,16 +134,14 @@ def test_units_are_the_references(device, D):  # noqa: F811
     expected = cost_units(weight, bits, tables())
     weight, bits, codebooks = on(device, weight, bits, tables())
     made = [codebooks.new_empty(x.shape, dtype=x.dtype) for x in expected]
-    reach, (warm_up, stop) = made[2].clone(), weight.new_empty((2, 5), dtype=torch.int32)
+    reach, (place, stop) = made[2].clone(), weight.new_empty((2, 5), dtype=torch.int32)
     options = {"CHANNELS": encode.power(D), "num_warps": 4, "enable_fp_fusion": False}
-    pack._kernels().units[(5,)](*made, reach, warm_up, stop, weight, bits, codebooks, D, **options)
+    pack._kernels().units[(5,)](*made, reach, place, stop, weight, bits, codebooks, D, **options)
     for ours, theirs, name in zip(made, expected, expected._fields, strict=True):
         coded = (bits > 0).cpu() if ours.shape == bits.shape else slice(None)
         torch.testing.assert_close(ours.cpu()[coded], theirs[coded], rtol=0, atol=0, msg=name)
-    bits = bits.cpu()
-    assert torch.equal(stop.cpu(), look_ahead(bits).int())
-    behind = (bits > 0).int().flip(1).cumsum(1).flip(1)
-    assert torch.equal(warm_up.cpu(), (behind <= 24).sum(1).int())
+    for ours, theirs in zip((place, stop), first_search(bits.cpu()), strict=True):
+        assert torch.equal(ours.cpu(), theirs.int())
 
 
 def test_launches_of_a_block(device, monkeypatch):  # noqa: F811

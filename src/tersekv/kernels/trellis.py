@@ -24,12 +24,12 @@ STATE_BITS = 8
 MOST_BITS = 8
 """Most bits of a component."""
 
-WARM_UP = 24
-"""Number of components at the end of the ring over which the search for the first state warms up."""
+WARM_UP_BITS, LOOK_AHEAD_BITS = 48, 40
+"""Least bits of the components before and after the place where paths begin and end.
 
-LOOK_AHEAD, LOOK_AHEAD_BITS = 20, 48
-"""Least number of components, and of their bits, at the start of the ring that the search for the
-first state also reads."""
+The best open path over these components has the state of that place. The most bits come first
+where a basis is fitted, so that few components are searched twice.
+"""
 
 LARGEST = 32767
 """Largest absolute value of table entries and components in integer costs."""
@@ -63,10 +63,11 @@ def _fake(y: Tensor, *rest: Any) -> Tensor:
 def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> Tensor:
     """Viterbi search for the windows with the least Σ_d weight_d·(y_d − tables[b_d, window_d])².
 
-    Costs are integers, see `cost_units`, so all kernels give the same windows. The ring's first
-    state comes from the best open path over its last components and its first ones. Among ties, the
-    path that ends in the lowest window wins. The result is the best path that begins and ends in
-    that state. Among paths that meet with equal costs, the one with the lowest older bits wins.
+    Costs are integers, see `cost_units`, so all kernels give the same windows. Of the best open path
+    over the first components of the ring, the state at a place among them is kept, see
+    `first_search`. Among ties, the path that ends in the lowest window wins. The result is the best
+    path around the ring from that place that begins and ends in that state. Among paths that meet
+    with equal costs, the one with the lowest older bits wins.
 
     Args:
         y: float32 [R, n, D]. weight: float32 [R, D], not negative. bits: uint8 [R, D], 0 to 8.
@@ -217,11 +218,17 @@ def largest_gain() -> float:
     return float(gains(torch.tensor(255)))
 
 
-def look_ahead(bits: Tensor) -> Tensor:
-    """Return the number of components that the search for the first state reads, from bits [..., D]."""
-    active, width = (bits > 0).long(), bits.long()
-    read, brought = active.cumsum(-1) - active, width.cumsum(-1) - width  # before each component
-    return ((read < LOOK_AHEAD) | (brought < LOOK_AHEAD_BITS)).sum(-1)
+def first_search(bits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return where paths around a ring of bits [..., D] begin, and where the open path ends, int64 [...].
+
+    The open path runs over the components from 0 to its end. Those from D on are the first ones again.
+    """
+    D, width = bits.shape[-1], bits.long()
+    brought = torch.cat((width, width), -1).cumsum(-1)  # after each component
+    before = brought - torch.cat((width, width), -1)
+    begin = (before[..., :D] < WARM_UP_BITS).sum(-1)
+    warm = brought.gather(-1, (begin - 1).clamp_min(0).unsqueeze(-1)) * (begin > 0).unsqueeze(-1)
+    return begin, torch.minimum((before < warm + LOOK_AHEAD_BITS).sum(-1), begin + D)
 
 
 class CostUnits(NamedTuple):
@@ -274,15 +281,18 @@ def _search(y: Tensor, bits: list[int], units: CostUnits) -> Tensor:
     """Search windows uint8 [n, A] for the A components that have bits."""
     n, A = y.shape
     y = scaled(y, units.unit, units.limit)
-    ahead = int(look_ahead(torch.tensor(bits)))
-    order = [*range(max(0, A - WARM_UP), A), *range(ahead)]
+    begin, end = (int(x) for x in first_search(torch.tensor(bits)))
     free = torch.zeros(n, STATES, dtype=torch.int32, device=y.device)
+    order = [d % A for d in range(end)]
     cost, chosen = _forward(free, order, y, bits, units)
     best = (cost == cost.amin(1, keepdim=True)).int().argmax(1)
-    first = _back(best, order, chosen, bits, ahead)[0]
+    first = _back(best, order, chosen, bits, end - begin)[0]
     closed = torch.full_like(free, MOST_COST).scatter_(1, first[:, None], 0)
-    _, chosen = _forward(closed, list(range(A)), y, bits, units)
-    return _back(first, list(range(A)), chosen, bits, A, first)[1]
+    order = [d % A for d in range(begin, begin + A)]
+    _, chosen = _forward(closed, order, y, bits, units)
+    windows = torch.empty_like(y, dtype=torch.uint8)
+    windows[:, order] = _back(first, order, chosen, bits, A, first)[1]
+    return windows
 
 
 def _forward(
@@ -321,7 +331,7 @@ def _back(
         windows[:, stop - 1 - i] = state.to(torch.uint8)
         older = state & ((STATES >> bits[d]) - 1)
         state = (older << bits[d]) | chosen[-1 - i].gather(1, older[:, None])[:, 0]
-        brought = sum(bits[: stop - 1 - i])
+        brought = sum(bits[d] for d in order[: stop - 1 - i])
         if first is not None and brought < STATE_BITS:
             state = (state >> (STATE_BITS - brought) << (STATE_BITS - brought)) | (first >> brought)
     return state, windows

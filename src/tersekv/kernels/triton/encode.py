@@ -24,7 +24,7 @@ from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.encode_polar import stream_offsets
 from tersekv.kernels.encode_sparse import BLOCK_TOKENS, MAX_CHANNELS, Entries, ranks_of
 from tersekv.kernels.lanes import LANES, packed_shape
-from tersekv.kernels.trellis import MOST_BITS, WARM_UP, CostUnits, cost_units, look_ahead, scaled
+from tersekv.kernels.trellis import MOST_BITS, CostUnits, cost_units, first_search, scaled
 from tersekv.kernels.triton import joins, on_own_device, why_not_usable
 
 TILE = 128
@@ -338,23 +338,20 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
     if not y.numel():
         return y.new_empty((R, n, D), dtype=torch.uint8)
     units, bits = cost_units(weight.float(), bits, tables.float()), bits.contiguous()
-    active = (bits > 0).int()
-    behind = active.flip(1).cumsum(1).flip(1)  # number of active components from each one on
-    warm_up = (behind <= WARM_UP).sum(1, dtype=torch.int32)
-    stop = look_ahead(bits).int()
+    place, stop = (x.int() for x in first_search(bits))
     at_a_time = max(1, VECTORS_AT_A_TIME // R)
     parts = [
-        _windows(scaled(part, units.unit.unsqueeze(1), units.limit.unsqueeze(1)), units, bits, warm_up, stop)
+        _windows(scaled(part, units.unit.unsqueeze(1), units.limit.unsqueeze(1)), units, bits, place, stop)
         for part in y.float().split(at_a_time, dim=1)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _windows(y: Tensor, units: CostUnits, bits: Tensor, warm_up: Tensor, stop: Tensor) -> Tensor:
+def _windows(y: Tensor, units: CostUnits, bits: Tensor, place: Tensor, stop: Tensor) -> Tensor:
     R, n, D = y.shape
     windows, taken = y.new_empty((R, n, D), dtype=torch.uint8), stored_paths(y)
     units = units._replace(factor=units.factor.contiguous())
-    search_windows(windows, taken, y.contiguous(), units, bits, warm_up, stop)
+    search_windows(windows, taken, y.contiguous(), units, bits, place, stop)
     return windows
 
 
@@ -370,7 +367,7 @@ def search_windows(
     y: Tensor,
     units: CostUnits,
     bits: Tensor,
-    warm_up: Tensor,
+    place: Tensor,
     stop: Tensor,
     unless: tuple[Tensor, Tensor] | None = None,
 ) -> None:
@@ -385,5 +382,5 @@ def search_windows(
     grid, sizes = (-(-n // VECTORS), R), (least, enough, n, D, MOST_BITS * D)
     for closed in (False, True):
         options = {"CLOSED": closed, "SOME": unless is not None, "VECTORS": VECTORS, "num_warps": VECTORS}
-        kernels.search[grid](taken, ends, y, units.factor, bits, units.entries, warm_up, stop, *sizes, **options)
-        kernels.trace[grid](windows, ends, taken, bits, stop, *sizes, **options)
+        kernels.search[grid](taken, ends, y, units.factor, bits, units.entries, place, stop, *sizes, **options)
+        kernels.trace[grid](windows, ends, taken, bits, place, stop, *sizes, **options)

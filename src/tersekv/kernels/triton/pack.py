@@ -87,15 +87,15 @@ def _packed(
     entries = y.new_empty(tables.shape, dtype=torch.int16)
     factor = y.new_empty((R, D), dtype=torch.int16)
     unit, limit, reach = (y.new_empty((R, D), dtype=torch.float32) for _ in range(3))
-    warm_up, stop = (y.new_empty(R, dtype=torch.int32) for _ in range(2))
+    place, stop = (y.new_empty(R, dtype=torch.int32) for _ in range(2))
     # No fused multiply-add, because the reference rounds in between.
     options = {"CHANNELS": encode.power(D), "num_warps": 4, "enable_fp_fusion": False}
     _kernels().units[(R,)](
-        entries, factor, unit, limit, reach, warm_up, stop, weight, bits, tables, D, **options
+        entries, factor, unit, limit, reach, place, stop, weight, bits, tables, D, **options
     )  # fmt: skip
     units = CostUnits(entries, factor, unit, limit)
     parts = [
-        _packed_part(part.float().contiguous(), weight, bits, tables, units, reach, warm_up, stop, words, steps, enough)
+        _packed_part(part.float().contiguous(), weight, bits, tables, units, reach, place, stop, words, steps, enough)
         for part in y.split(max(1, encode.VECTORS_AT_A_TIME // R), dim=1)
     ]
     if len(parts) == 1:
@@ -111,7 +111,7 @@ def _packed_part(
     tables: Tensor,
     units: CostUnits,
     reach: Tensor,
-    warm_up: Tensor,
+    place: Tensor,
     stop: Tensor,
     words: int,
     steps: list[int],
@@ -129,7 +129,7 @@ def _packed_part(
     )  # fmt: skip
     for i, step in enumerate([*steps, None]):
         unless = (least, last) if i else None
-        encode.search_windows(found, paths, scaled, units, bits, warm_up, stop, unless)
+        encode.search_windows(found, paths, scaled, units, bits, place, stop, unless)
         kernels.keep_better[grid](
             scaled, windows, tried, middle, kept, least, last, found, y, weight, bits, tables, *own, n, D, step or 0,
             FIRST=i == 0, NEXT=step is not None, VECTORS=VECTORS, **options,

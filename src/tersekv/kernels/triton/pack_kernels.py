@@ -15,9 +15,8 @@ from tersekv.kernels.triton.encode_kernels import ROUNDER
 from tersekv.kernels.triton.trellis import GAIN_STEPS, LARGEST, STATE_BITS, STATES, UNIT_GAIN
 
 # Constants of `kernels/trellis.py`.
-WARM_UP: tl.constexpr = tl.constexpr(24)
-LOOK_AHEAD: tl.constexpr = tl.constexpr(20)
-LOOK_AHEAD_BITS: tl.constexpr = tl.constexpr(48)
+WARM_UP_BITS: tl.constexpr = tl.constexpr(48)
+LOOK_AHEAD_BITS: tl.constexpr = tl.constexpr(40)
 TYPICAL_COST: tl.constexpr = tl.constexpr(3.0)
 MOST_MARGIN: tl.constexpr = tl.constexpr(16384.0)
 """256·√MARGIN."""
@@ -57,12 +56,12 @@ def _scaled(y, code, unit, limit):
 
 @triton.jit
 def units(
-    entries, factor, unit, limit, reach, warm_up, stop, weight, bits, tables, D, CHANNELS: tl.constexpr
+    entries, factor, unit, limit, reach, place, stop, weight, bits, tables, D, CHANNELS: tl.constexpr
 ):  # fmt: skip
-    """Compute `cost_units`, the factors of `first_gains`, and the ranges of the search. Grid (R,).
+    """Compute `cost_units`, the factors of `first_gains`, and `first_search`. Grid (R,).
 
     weight float32 and bits uint8 [R, D], tables float32 [9, 256]. entries int16 [9, 256]; factor
-    int16, unit, limit and reach float32 [R, D]; warm_up and stop int32 [R] are written.
+    int16, unit, limit and reach float32 [R, D]; place and stop int32 [R] are written.
     """
     row = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, CHANNELS)
@@ -102,12 +101,14 @@ def units(
     reached = tl.div_rn(own * end, tl.maximum(own * end * end + total, 1e-30))
     tl.store(reach + row * D + d, reached, mask=inside)
 
-    active = (width > 0).to(tl.int32)
-    before, brought = tl.cumsum(active, 0) - active, tl.cumsum(width, 0) - width
-    late = inside & (tl.sum(active, axis=0) - before <= WARM_UP)
-    early = inside & ((before < LOOK_AHEAD) | (brought < LOOK_AHEAD_BITS))
-    tl.store(warm_up + row, tl.sum(late.to(tl.int32), axis=0))
-    tl.store(stop + row, tl.sum(early.to(tl.int32), axis=0))
+    brought = tl.cumsum(width, 0) - width
+    early = inside & (brought < WARM_UP_BITS)
+    begin = tl.sum(early.to(tl.int32), axis=0)
+    most = tl.sum(tl.where(early, width, 0), axis=0) + LOOK_AHEAD_BITS
+    again = (inside & (brought + tl.sum(width, axis=0) < most)).to(tl.int32)
+    read = tl.sum((inside & (brought < most)).to(tl.int32) + again, axis=0)
+    tl.store(place + row, begin)
+    tl.store(stop + row, tl.minimum(read, begin + D))
 
 
 @triton.jit

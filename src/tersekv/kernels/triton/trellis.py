@@ -170,7 +170,7 @@ def _due(least, enough, vector, ok):
 
 @triton.jit
 def search(
-    taken, ends, y, factor, bits, entries, warm_up, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr,
+    taken, ends, y, factor, bits, entries, place, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr,
     SOME: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Forward pass of the search. Grid (tiles of vectors, R).
@@ -178,10 +178,10 @@ def search(
     y int32 [R, n, D] in units of costs, factor int16 and bits uint8 [R, D], entries int16 [9, 256].
     The first Σ bits rounds of a row are written to taken uint8 [R, n, rounds, 16].
 
-    CLOSED: paths begin in the states `ends` int32 [R, n] and go through all components. Else they
-    begin in any state, warm_up int32 [R] components before the first one (these are the last
-    components). They end before component stop int32 [R], and the best path's last state is written
-    to `ends`.
+    place and stop int32 [R] are those of `first_search`. CLOSED: paths begin in the states `ends`
+    int32 [R, n] and go around the ring from `place`. Else they begin in any state at component 0 and
+    end before `stop`, their rounds from `place` on are written, and the best path's last state is
+    written to `ends`.
 
     SOME: programs none of whose vectors has an error least ≥ enough, both float32 [R, n], search
     nothing.
@@ -191,25 +191,25 @@ def search(
     vector = row * n + v
     state = tl.arange(0, STATES)
     cost = tl.zeros((VECTORS, STATES), tl.int32)
-    begin = 0
-    last = D
+    begin = tl.load(place + row)
+    first = begin * 0
+    last = tl.load(stop + row)
     if CLOSED:
         end = tl.load(ends + vector, mask=v < n, other=0)
         cost = tl.where(state[None, :] == end[:, None], 0, MOST_COST)
-    else:
-        begin -= tl.load(warm_up + row)
-        last = tl.load(stop + row)
+        first = begin
+        last = begin + D
     if SOME:
-        last = tl.where(_due(least, enough, vector, v < n), last, begin)
-    place = taken + (vector * rounds * ROUND_BYTES)[:, None] + tl.arange(0, ROUND_BYTES)[None, :]
+        last = tl.where(_due(least, enough, vector, v < n), last, first)
+    to = taken + (vector * rounds * ROUND_BYTES)[:, None] + tl.arange(0, ROUND_BYTES)[None, :]
     steps = 0
-    for step in range(begin, last):
-        d = tl.where(step < 0, step + D, step)
+    for step in range(first, last):
+        d = tl.where(step < D, step, step - D)
         width = tl.load(bits + row * D + d).to(tl.int32)
         for _ in range(width):
             cost, odd = _halved(cost, VECTORS)
-            tl.store(place, odd, mask=(v < n)[:, None] & (step >= 0))
-            place += tl.where(step >= 0, ROUND_BYTES, 0)
+            tl.store(to, odd, mask=(v < n)[:, None] & (step >= begin))
+            to += tl.where(step >= begin, ROUND_BYTES, 0)
         due = (width > 0) & (steps % RENORMALISE == RENORMALISE - 1)
         cost -= tl.where(due, tl.min(cost, axis=1), 0)[:, None]
         steps += tl.where(width > 0, 1, 0)
@@ -230,35 +230,37 @@ def search(
 
 @triton.jit
 def trace(
-    windows, ends, taken, bits, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr, SOME: tl.constexpr,
+    windows, ends, taken, bits, place, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr, SOME: tl.constexpr,
     VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Trace back from `ends` along the choices of `search`. Grid (tiles of vectors, R). CLOSED:
-    windows uint8 [R, n, D] are written. Else the path ends before component stop int32 [R], and `ends`
-    is overwritten with the state in which it began. SOME: see `search`."""
+    windows uint8 [R, n, D] are written. Else `ends` is overwritten with the state in which the path
+    passed `place`. SOME, place, stop: see `search`."""
     row = tl.program_id(1).to(tl.int64)
     v = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     vector = row * n + v
     state = tl.load(ends + vector, mask=v < n, other=0)
     first = state
-    last = D
+    begin = tl.load(place + row)
+    last = begin + D
     if not CLOSED:
         last = tl.load(stop + row)
     if SOME:
-        last = tl.where(_due(least, enough, vector, v < n), last, 0)
+        last = tl.where(_due(least, enough, vector, v < n), last, begin)
     left = 0
-    for d in range(last):
-        left += tl.load(bits + row * D + d).to(tl.int32)
-    place = taken + (vector * rounds + left) * ROUND_BYTES
-    for back in range(last):
+    for step in range(begin, last):
+        left += tl.load(bits + row * D + tl.where(step < D, step, step - D)).to(tl.int32)
+    to = taken + (vector * rounds + left) * ROUND_BYTES
+    for back in range(last - begin):
         d = last - 1 - back
+        d = tl.where(d < D, d, d - D)
         width = tl.load(bits + row * D + d).to(tl.int32)
         if CLOSED:
             tl.store(windows + vector * D + d, tl.where(width > 0, state, 0).to(tl.uint8), mask=v < n)
         for _ in range(width):
-            place -= ROUND_BYTES
+            to -= ROUND_BYTES
             state = state & (STATES // 2 - 1)
-            byte = tl.load(place + (state >> 3), mask=v < n, other=0).to(tl.int32)
+            byte = tl.load(to + (state >> 3), mask=v < n, other=0).to(tl.int32)
             state = (state << 1) | ((byte >> (state & 7)) & 1)
         left -= width
         if CLOSED:  # the first windows hold bits of the ring's first state
