@@ -111,6 +111,7 @@ def page() -> Page:
                 "cache also warms up. So steps cannot be compared, but prompts can: packing took the difference. Today "
                 "attention of a layer is three launches, whatever the method: exact tokens and the queries of packed "
                 "ones, packed tokens, and one that merges, maps the output back and writes it in the model's type. "
+                "The first one also appends the token. "
                 "Signs need torch for the sketch of the query, too.",
                 decoding(), ["generate_gpu.jsonl"],
                 "tersekv bench generate --model config.json --device cuda --dtype bfloat16 --context 8k -r kivi:bits=4 "

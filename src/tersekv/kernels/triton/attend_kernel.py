@@ -38,7 +38,7 @@ from tersekv.kernels.triton.leaves import (
     PADDED,
     SPARSE,
 )
-from tersekv.kernels.triton.maps import map_query
+from tersekv.kernels.triton.maps import map_query, write_tokens
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SHIFT: tl.constexpr = tl.constexpr(10.0)
@@ -211,10 +211,11 @@ def _score_bias(correction, b, h, head, R, row, CHANNELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_split", "splits", "table_width"])
 def attend(
-    out, lse, queries, maps, pairs, segments, table, table_width, runs, masks, pages, mapping, correction, B, H, R,
-    channels, first_split, splits, split_tokens, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    out, lse, queries, maps, pairs, segments, table, table_width, runs, masks, pages, mapping, written, correction, B,
+    H, R, channels, first_split, splits, split_tokens, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr,
     FIELDS: tl.constexpr, ROPED: tl.constexpr, LATENT: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
-    MAPPING: tl.constexpr, CORRECTED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
+    MAPPING: tl.constexpr, WRITES: tl.constexpr, CORRECTED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Attention over segments of the same layouts. Grid (this launch's splits, B·H, row tiles).
 
@@ -235,15 +236,23 @@ def attend(
     query and token, and its number of queries.
 
     MAPPING: empty, or the number of tiles and the constants of `maps.map_query`. Further programs of
-    the grid's first axis then map queries. CORRECTED: 0, or padded channels of `correction`, see
-    `softmax.score_bias`: float32 with strides of batch row and head, number of channels, the query
-    and its row stride.
+    the grid's first axis then map queries. WRITES: 0, or padded channels of the tokens that one more
+    program copies, see `maps.write_tokens`; no segment has these copies yet. CORRECTED: 0, or
+    padded channels of `correction`, see `softmax.score_bias`: float32 with strides of batch row and
+    head, number of channels, the query and its row stride.
     """
     N: tl.constexpr = NB * 32
     split, head = tl.program_id(0), tl.program_id(1)
     b, h = head // H, head % H
+    attending = tl.num_programs(0)
+    if WRITES > 0:
+        attending -= 1
+        if split == attending:
+            if tl.program_id(2) == 0:
+                write_tokens(written, head, H, WRITES)
+            return
     if len(MAPPING) > 0:
-        tile = split - (tl.num_programs(0) - MAPPING[0])
+        tile = split - (attending - MAPPING[0])
         if tile >= 0:
             first = tl.program_id(2) * ROWS
             map_query(
