@@ -218,10 +218,12 @@ def load_keys_slices(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
             scale *= (1.0 / unit).to(tl.float16)
         s = product(x, q[1][None, :, :] * scale[:, :, None]) * (most * _unit_of(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
-            channel = tl.arange(0, P)[None, :]
-            ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
+            y = q[1]
+            if R <= 8:  # more rows lack the registers for both orders of the query
+                y, channel = q[0], tl.arange(0, P)[None, :]
+                ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
             offset = stored_plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
-            s += _offsets(offset, q[0])[:, None, :]
+            s += _offsets(offset, y)[:, None, :]
         return tl.reshape(s, (N, R))
     else:
         s = product(tl.reshape(x, (N, P)), q[1])
