@@ -80,17 +80,16 @@ def attend_store(store: Store, call: AttentionCall) -> Tensor:
 
 
 def attend_new(store: Store, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor | None:
-    """Return attention over the store and a new token, which the kernel also writes to the spare room of the window.
+    """Return attention over the store and a new token [B, Hkv, 1, D], which a kernel also writes to the window's room.
 
     `LayerStore.append` then has nothing to copy. None if the token must be appended first.
-
-    keys, values: [B, Hkv, 1, D].
     """
-    if keys.is_cpu and chosen() != "triton":
-        return None  # C++ appends a token in less time
-    if store.latent or store.estimates or store.own is not None or (room := store.spare_room(keys, values)) is None:
+    few = call.query.shape[1] <= KERNEL_ROWS * store.kv_heads and call.expand is None
+    if not few or store.latent or store.estimates or store.own is not None or (keys.is_cpu and chosen() != "triton"):
+        return None  # on CPUs C++ appends a token in less time
+    if (room := store.spare_room(keys, values)) is None:
         return None
-    out = _Reader(store, call, call.mask, None, (keys, values, room)).attend_new()
+    out: Tensor | None = _Reader(store, call, call.mask, None, (keys, values, room))._direct()
     if out is not None:
         store.recent.written = keys, store.recent.tokens
     return out
@@ -155,11 +154,6 @@ class _Reader:
                 return self._finish([whole])
         return self._finish(None)
 
-    def attend_new(self) -> Tensor | None:
-        """Return the same if a kernel reads everything, the new token included; else None."""
-        few = self.call.query.shape[1] <= KERNEL_ROWS * self.kv_heads and self.call.expand is None
-        return self._direct() if few else None
-
     def _reads_tiles(self) -> bool:
         """True if a kernel reads packed tokens with many rows, which decodes them in tiles."""
         call, store = self.call, self.store
@@ -193,16 +187,13 @@ class _Reader:
         if of_exact and self.own is not None:
             is_causal = self.mask is None and hidden is None and self.own[2] is None
             exact = ((*self.own[:2], None if is_causal else self._own_mask()), *exact)
-        room = None
         if self.new is not None and store is not None:
-            *new, room = self.new
-            exact = (*exact, (*new, store.num_tokens))
+            exact = (*exact, (*self.new[:2], store.num_tokens))
         if not exact and pages is None:
             return None
         sinks = None if parts else call.sink_logits
-        return backends.attend.direct(
-            call.query, exact, pages, self.mask, hidden, call.scaling, call.softcap, sinks, parts, None, room
-        )
+        limits = call.scaling, call.softcap, sinks, parts, None, self.new and self.new[2]
+        return backends.attend.direct(call.query, exact, pages, self.mask, hidden, *limits)
 
     def _direct_parts(self) -> tuple[Tensor, Tensor] | None:
         """Return out [B, H, R, Dv] and lse [B, H, R] by kernels, without weighted samples."""
