@@ -4,7 +4,7 @@
 
 Each format of `tersekv bench attend` is compiled with head dim 128 and 4 query rows per head, in the launch sizes that
 the library takes; latents with 512 channels, 64 rotated ones and 16 heads. `-prompt` after a format: 512 query rows
-per head, of which a program has 32. Lane-instructions per code are those of the
+per head, and counts are for 32 of them, also where a program has 16. Lane-instructions per code are those of the
 loop, all lanes of all warps, per code of keys and values; a latent has one code for both. The bound is how many times
 as fast as reading bfloat16 at 3.0 TB/s an H100 would be if every scheduler issued an instruction in every cycle. It
 says what cannot win. It does not say what wins: conflicts, waits and few warps cost the rest.
@@ -39,7 +39,7 @@ FORMATS = (
     "grid4,grid3,grid2,turboquant4,qjl256,polar,trellis2,trellis3-centred,nuq4-1%,latents-grid4,latents-trellis3,"
     "grid4-prompt,turboquant4-prompt,polar-prompt,trellis2-prompt"
 )
-PROMPT, PROMPT_ROWS = "-prompt", 512
+PROMPT, PROMPT_ROWS, PROMPT_PART = "-prompt", 512, 32
 LATENTS = {"latents-grid4": "kivi:bits=4", "latents-trellis3": "trellis:bits=3,calibration=prompt"}
 LATENT, ROTATED, HEADS = 512, 64, 16
 """Channels and heads of DeepSeek-V2-Lite."""
@@ -148,6 +148,8 @@ def row(name: str, target: str, made: Any, options: dict[str, Any]) -> dict[str,
         blocks = options["NB"]
         about |= {"blocks": blocks, "stages": options["num_stages"]}
         elements, turns = 32 * blocks * (LATENT + ROTATED if name in LATENTS else 2 * DIM), 1
+        if name.endswith(PROMPT):
+            turns = PROMPT_PART // options["ROWS"]
     found = without_gpu.counts(made, target, warps, whole=not turns)
     each = found.instructions * max(turns, 1) * 32 * warps / elements
     return {**about, "lane_instructions_per_code": round(each, 2), **found._asdict()}

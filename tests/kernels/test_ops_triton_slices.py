@@ -36,7 +36,7 @@ def test_slices(device, name, D, T):  # noqa: F811
     with backends.forced("auto"):
         codecs = pair.keys.fit(x), pair.values.fit(y)
         keys, values = (codec.view(codec.encode(z), D) for codec, z in zip(codecs, (x, y), strict=True))
-    query = torch.randn(2, 2, 6, D).bfloat16().float() / large
+    query = torch.randn(2, 2, 6 if D < 128 else 18, D).bfloat16().float() / large  # one program, or two
     call = query, keys.inner.operand, values.inner.operand, make_mask(2, 3, T), D**-0.5, None
     result = backends.attend_packed(*(moved(x, device) for x in call))
     compare(result, right(attend_packed, *call), float((query @ keys.inner.decode().mT).abs().max()) * D**-0.5)

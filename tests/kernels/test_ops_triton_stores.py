@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import benchmark
-from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.attention.read import AttentionCall, attend_new, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import Observed
 from tersekv.cache.store import Store
@@ -120,12 +120,51 @@ def test_bias_correction_of_rates(device, recipe, rates, padding, monkeypatch): 
 
 
 def test_a_step_is_a_few_launches(device):  # noqa: F811
-    """The token is appended on both sides. Torch computes nothing else."""
+    """They also append the token. Torch computes nothing."""
     if device == "cuda":
         pytest.skip("only counted with interpreted kernels")
     step = benchmark("launches").decoding
     plain, rotated = step("kivi:bits=4"), step("turboquant:bits=4")
-    assert plain == rotated == {"torch": 2, "kernels": ["attend", "attend", "finish"], "waits": 0}
+    assert plain == rotated == {"torch": 0, "kernels": ["attend", "attend", "finish"], "waits": 0}
+
+
+@pytest.mark.parametrize("padding", [None, torch.tensor([0, 20])], ids=["", "padded"])
+def test_attention_appends_the_token(device, padding):  # noqa: F811
+    """Attention and the window are those of a token that was appended first, also after a window that moves."""
+    ahead, first = (filled("turboquant:bits=4", 2, 85, 64, torch.bfloat16, padding) for _ in range(2))
+    keys, values = (x.bfloat16().to(device) for x in tokens(40, B=2, D=64))
+    query = torch.randn(2, 4, 40, 64, generator=torch.Generator().manual_seed(3)).bfloat16().to(device)
+    ahead.to(device)
+    first.to(device)
+    moved_at = 0
+    for i in range(40):
+        new = keys[:, :, i : i + 1], values[:, :, i : i + 1]
+        mask = None if padding is None else (torch.arange(86 + i) >= padding[:, None, None]).to(device)
+        call, room = AttentionCall(query[:, :, i : i + 1], mask, 0.125), ahead.room
+        got = attend_new(ahead, *new, call) if i % 8 == 0 or not room else None
+        assert (got is None) == (i % 8 > 0 or not room)
+        moved_at = moved_at if room else i
+        with backends.forced("auto"):  # encoding has its own tests
+            ahead.append(*new)
+            first.append(*new)
+        if got is not None:
+            compare((got.float(), torch.zeros(1)), (attend_store(first, call).float(), torch.zeros(1)), 10.0)
+        assert all(torch.equal(a, b) for a, b in zip(ahead.recent.data, first.recent.data, strict=True))
+    assert moved_at
+
+
+def test_a_token_written_by_another_call_is_not_taken(device):  # noqa: F811
+    """The copy of another call's keys is not used."""
+    s = filled("kivi:bits=4", 1, 85, 64, torch.bfloat16, None)
+    s.to(device)
+    old, new = ([x.bfloat16().to(device) for x in tokens(1, D=64, seed=seed)] for seed in (1, 2))
+    assert attend_new(s, *old, AttentionCall(torch.randn(1, 2, 1, 64).bfloat16().to(device), None, 0.125)) is not None
+    with backends.forced("auto"):
+        s.append(*new)
+    assert torch.equal(s.recent.data[0][:, :, -1:], new[0])
+    with backends.forced("auto"):
+        s.append(*old)
+    assert torch.equal(s.recent.data[1][:, :, -1:], old[1])
 
 
 @pytest.mark.parametrize("recipe", ["kivi:bits=4", "polarquant", "trellis:bits=2,calibration=prompt"])

@@ -35,6 +35,7 @@ def test_wide_heads_many_rows_and_rope_take_fewer_tokens(tuning):
 
     assert tokens_of() == 128
     assert tokens_of(channels=256) == tokens_of(rows=32) == 64
+    assert tuning.chosen(key(tuning, rows=16)) == tuning.Shape(4, 4, 1)  # two stages would spill
     assert tokens_of(has_rope=True) == tokens_of(channels=256, has_rope=True) == 32
     assert tokens_of(keys=((3, 4),), channels=64) == 64
 

@@ -100,13 +100,15 @@ def mean_in_pages(D: int = 64) -> None:
 
 
 def step(maps: tuple[LinearMap, LinearMap], exact: bool = True) -> None:
-    """Call attention of one bfloat16 token over two mapped pages and exact tokens."""
+    """Call attention of one bfloat16 token over two mapped pages and exact tokens, to which it is appended."""
     pages = prepare([Segment(side("grid", "keys", 64).operand, side("grid", "values", 64).operand, is_page=True)] * 2)
     window = torch.randn(1, 2, 5, 64).bfloat16()
     own = prepare([Segment(window, window)]) if exact else None
     query = torch.randn(1, 8, 1, 64).bfloat16()
     packed = [(pages, [None] * 2, torch.ones(1, 2, 64) if exact else None)]
-    layer.attend_layer(query, query.view(1, 2, 4, 64), own, [None], packed, maps, 0.1, None, torch.ones(8), not exact)
+    written = [window[:, :, :1], window[:, :, 4:]] * 2 if exact else []
+    call = 0.1, None, torch.ones(8), not exact, written
+    layer.attend_layer(query, query.view(1, 2, 4, 64), own, [None], packed, maps, *call)
 
 
 def maps(quantised: bool) -> tuple[LinearMap, LinearMap]:

@@ -19,8 +19,9 @@ from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.segments import PackedSegment
 from tersekv.cache.store import Store
 from tersekv.kernels import backends, softmax
-from tersekv.kernels.attend import Masks, Where, finished
+from tersekv.kernels.attend import Masks, Room, Where, finished
 from tersekv.kernels.attend import attend_floats as attend_floats
+from tersekv.kernels.registry import chosen
 from tersekv.tensors import last_contiguous
 
 MOST_READ, LEAST_READ_TOKENS = 1 << 22, 512
@@ -78,6 +79,22 @@ def attend_store(store: Store, call: AttentionCall) -> Tensor:
     return _Reader(store, call, mask, None).attend()
 
 
+def attend_new(store: Store, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor | None:
+    """Return attention over the store and a new token [B, Hkv, 1, D], which a kernel also writes to the window's room.
+
+    `LayerStore.append` then has nothing to copy. None if the token must be appended first.
+    """
+    few = call.query.shape[1] <= KERNEL_ROWS * store.kv_heads and call.expand is None
+    if not few or store.latent or store.estimates or store.own is not None or (keys.is_cpu and chosen() != "triton"):
+        return None  # on CPUs C++ appends a token in less time
+    if (room := store.spare_room(keys, values)) is None:
+        return None
+    out: Tensor | None = _Reader(store, call, call.mask, None, (keys, values, room))._direct()
+    if out is not None:
+        store.recent.written = keys, store.recent.tokens
+    return out
+
+
 def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
     """Return attention over the past in the store and, exactly, over the chunk's own tokens.
 
@@ -105,6 +122,7 @@ class _Reader:
 
     mask: bool [B, q, past tokens], or None if all are visible.
     own: keys, values and mask bool [B, q, n] of the chunk, None for the causal mask; or None.
+    new: keys and values of a token after those of the store, and where to copy them; or None.
     """
 
     def __init__(
@@ -113,8 +131,9 @@ class _Reader:
         call: AttentionCall,
         mask: Tensor | None,
         own: tuple[Tensor, Tensor, Tensor | None] | None,
+        new: tuple[Tensor, Tensor, Room] | None = None,
     ) -> None:
-        self.store, self.call, self.mask, self.own = store, call, mask, own
+        self.store, self.call, self.mask, self.own, self.new = store, call, mask, own, new
         self.kv_heads = store.kv_heads if own is None else own[0].shape[1]  # type: ignore[union-attr]
         if call.expand is not None:
             self.kv_heads = call.query.shape[1]
@@ -168,12 +187,13 @@ class _Reader:
         if of_exact and self.own is not None:
             is_causal = self.mask is None and hidden is None and self.own[2] is None
             exact = ((*self.own[:2], None if is_causal else self._own_mask()), *exact)
+        if self.new is not None and store is not None:
+            exact = (*exact, (*self.new[:2], store.num_tokens))
         if not exact and pages is None:
             return None
         sinks = None if parts else call.sink_logits
-        return backends.attend.direct(
-            call.query, exact, pages, self.mask, hidden, call.scaling, call.softcap, sinks, parts
-        )
+        limits = call.scaling, call.softcap, sinks, parts, None, self.new and self.new[2]
+        return backends.attend.direct(call.query, exact, pages, self.mask, hidden, *limits)
 
     def _direct_parts(self) -> tuple[Tensor, Tensor] | None:
         """Return out [B, H, R, Dv] and lse [B, H, R] by kernels, without weighted samples."""

@@ -56,11 +56,14 @@ class ExactTokens(Stateful):
     latent: see `LayerPlan`. Latents and rotated keys are then channels of one tensor, which attention
         reads as keys.
     slots: positions of the tokens if each head holds its own; they have these `fields`.
+    written: keys that attention has copied after the last token, with their values, and the number of tokens then; or
+        None. They are not tokens yet.
     """
 
     RULES: ClassVar[Rules] = (same_tokens,)
     PARTS: ClassVar[tuple[str, ...]] = ("slots",)
     HELD: ClassVar[tuple[str, ...]] = ("buffers", "tokens")
+    MADE: ClassVar[tuple[str, ...]] = ("written",)
 
     def __init__(
         self,
@@ -74,6 +77,7 @@ class ExactTokens(Stateful):
         self.buffers, self.latent = [x.new_empty((*x.shape[:2], 0, x.shape[3])) for x in like], latent
         self.usual = self.most_usual = usual
         self.grows, self.part, self.tokens = grows, part, 0
+        self.written: tuple[Tensor, int] | None = None
         self.slots: Slots = None if fields is None else Slots(like[0], fields)  # type: ignore[assignment]
 
     @property
@@ -153,6 +157,7 @@ class ExactTokens(Stateful):
         return self.buffers[0].new_empty((*x.shape[:2], capacity, D))
 
     def _write(self, at: int, data: Sequence[Tensor]) -> None:
+        self.written = None
         for buffer, x in zip(self.buffers, data, strict=True):
             buffer[:, :, at : at + x.shape[2]] = x
 
@@ -183,7 +188,7 @@ class ExactTokens(Stateful):
 
     def hold(self, data: Sequence[Tensor]) -> None:
         """Replace the tokens."""
-        self.buffers, self.tokens = list(data), data[0].shape[2]
+        self.buffers, self.tokens, self.written = list(data), data[0].shape[2], None
 
     def shrink(self, n: int = 0) -> None:
         """Keep the first n tokens, and no memory for others."""

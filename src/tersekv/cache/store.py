@@ -25,7 +25,7 @@ from tersekv.errors import UserError
 from tersekv.kernels.attend import PackedPages, Where
 from tersekv.layouts.base import View
 from tersekv.policies.base import TokenPolicy
-from tersekv.tensors import gathered
+from tersekv.tensors import gathered, plain
 
 LEAST_QUERIES = 8
 """Calls with fewer queries show too few of the tokens that later queries read, so codecs do not observe them."""
@@ -196,6 +196,17 @@ class Store(Stateful):
         for found in self.found:
             segments += found.segment()
         return segments
+
+    @plain
+    def spare_room(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the places of new tokens after those of the window; None if some tokens leave it then, or must be
+        rounded."""
+        recent, n = self.recent, keys.shape[2]
+        if n > self.room or any(x.dtype != held.dtype for x, held in zip((keys, values), recent.buffers, strict=True)):
+            return None
+        recent.reserve(n)
+        key_buffer, value_buffer = (x[:, :, recent.tokens : recent.tokens + n] for x in recent.buffers)
+        return key_buffer, value_buffer
 
     def packed_segment(self, first: int = 0, tokens: int | None = None) -> PackedSegment | None:
         """Return packed slots `first` to `first + tokens`, multiples of `flush_tokens`, or None.

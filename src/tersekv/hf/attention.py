@@ -13,7 +13,7 @@ from transformers.masking_utils import sdpa_mask
 
 from tersekv.attention.observe import kept_weights, observe
 from tersekv.attention.past import is_readable, with_past
-from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_new, attend_store
 from tersekv.attention.weights import attention_weights
 from tersekv.cache.segments import UNSEEN, latent_key
 from tersekv.cache.store import Store
@@ -90,8 +90,9 @@ def attention_forward(
         with saved_tensors_hooks(_unchanging, lambda x: x):
             out = attend_chunk(store, keys, values, reading)
     elif keys.shape[2] == 1 and observed is UNSEEN:
+        written = attend_new(store, *held, reading)
         pending.commit(padding)
-        out = attend_store(store, reading)
+        out = attend_store(store, reading) if written is None else written
     else:
         out = attend_chunk(store, keys, values, reading)
     if not pending.committed:

@@ -31,6 +31,9 @@ Where = int | Tensor | Marks
 """
 
 
+Room = tuple[Tensor, Tensor]
+"""Places [B, H, n, D] for copies of keys and values."""
+
 Table = tuple[Tensor, int]
 """Page table of a pool: page of each row's tokens, int32 [B, P] with −1 for none, and tokens per
 page."""
@@ -216,6 +219,7 @@ def attend(
     sinks: Tensor | None = None,
     parts: bool = False,
     table: Table | None = None,
+    room: Room | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(scaling · q·K̂ᵀ)·V̂ over all segments, which hold disjoint tokens.
 
@@ -230,6 +234,7 @@ def attend(
         parts: return float32 out and lse, which can be merged with attention over other tokens.
         table: page table, see `kernels/attend_pages.py`. Then `pages` is one pool for all rows, row
             b reads the pages in table entry b, and `where` of the pool is its mask.
+        room: where the tokens of the last of `exact` are copied to. They have its types.
 
     Returns:
         [B, q, Hq, Dv] in the query's type. With `parts`: out float32 [B, H, R, Dv] and lse
@@ -237,6 +242,7 @@ def attend(
     """
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
+    copy_tokens(exact, room)
     if pages is not None and pages.padded is not None:
         pages = pages.padded()
     return composed(attend_segments.reference, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)
@@ -277,6 +283,13 @@ def composed(
         elif values.mean is not None:
             out = out.masked_fill(lse.isneginf().unsqueeze(-1), 0.0)
     return (out, lse) if parts else finished(out, lse, query, sinks)
+
+
+def copy_tokens(exact: tuple[tuple[Tensor, Tensor, Where | None], ...], room: Room | None) -> None:
+    """Copy the last exact tokens to their `room`, see `attend`."""
+    if room is not None:
+        for x, place in zip(exact[-1][:2], room, strict=True):
+            place.copy_(x)
 
 
 def query_rows(query: Tensor, H: int) -> Tensor:

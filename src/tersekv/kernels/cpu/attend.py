@@ -21,7 +21,7 @@ from tersekv.kernels import cpu
 from tersekv.kernels import decode as decode_operators
 from tersekv.kernels import softmax as softmax_operators
 from tersekv.kernels import write_tokens as token_operators
-from tersekv.kernels.attend import PackedPages, Table, Where
+from tersekv.kernels.attend import PackedPages, Room, Table, Where, copy_tokens
 from tersekv.kernels.attend_grid import GridSide
 from tersekv.kernels.attend_packed import Operand, Packed, native_view
 from tersekv.kernels.attend_segments import Segment
@@ -85,8 +85,10 @@ def attend(
     sinks: Tensor | None = None,
     parts: bool = False,
     table: Table | None = None,
+    room: Room | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a layer, see `kernels/attend.py`."""
+    copy_tokens(exact, room)
     if query.requires_grad and not torch.is_grad_enabled():
         query = query.detach()
     mask = None if mask is None else last_contiguous(mask)

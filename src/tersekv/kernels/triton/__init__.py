@@ -23,7 +23,7 @@ from tersekv.kernels import attend_packed as packed_operators
 from tersekv.kernels import attend_pages as pages_operators
 from tersekv.kernels import attend_segments as segments_operators
 from tersekv.kernels import softmax as softmax_operators
-from tersekv.kernels.attend import PackedPages, Table, Where, composed, query_rows, segments_of
+from tersekv.kernels.attend import PackedPages, Room, Table, Where, composed, copy_tokens, query_rows, segments_of
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.registry import NotTaken, Operator, chosen
@@ -326,6 +326,7 @@ def attend_layer(
     sinks: Tensor | None = None,
     parts: bool = False,
     table: Table | None = None,
+    room: Room | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a layer, see `kernels/attend.py`: one launch for exact tokens, one for the pages of
     each layout and correction, which are prepared once, and one that merges."""
@@ -336,8 +337,9 @@ def attend_layer(
         pages = pages.padded()
     sets = {} if pages is None else _page_sets(pages)
     call = query, exact, pages, mask, hidden
-    if (few := _attend_few(*call, sets, scaling, softcap, sinks, parts)) is not None:
+    if (few := _attend_few(*call, sets, scaling, softcap, sinks, parts, room)) is not None:
         return few
+    copy_tokens(exact, room)
 
     def run(rows: Tensor, segments: list[Segment], scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         own = [segment for segment in segments if segment.is_page]
@@ -372,7 +374,7 @@ def _page_sets(pages: PackedPages) -> dict[int, PageSet]:
 def _attend_few(
     query: Tensor, exact: tuple[tuple[Tensor, Tensor, Where | None], ...], pages: PackedPages | None,
     mask: Tensor | None, hidden: Tensor | None, sets: dict[int, PageSet], scaling: float, softcap: float | None,
-    sinks: Tensor | None, parts: bool,
+    sinks: Tensor | None, parts: bool, room: Room | None,
 ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
     """Attend with a few query rows, see `layer.py`. None if that is not possible."""
     rows = query_rows(query, exact[0][0].shape[1] if pages is None else pages.heads)
@@ -388,8 +390,9 @@ def _attend_few(
             masks = [packed[i].mask for i in numbers]
             of_pages.append((sets[id(pages.keys[numbers[0]])], masks, pages.corrections[numbers[0]]))
     maps = pages.maps if pages is not None and pages.is_mapped else None
+    written = [x for pair in zip(exact[-1], room, strict=False) for x in pair] if room else []
     exact_masks, layer = [segment.mask for segment in plain], importlib.import_module("tersekv.kernels.triton.layer")
     found: Tensor | tuple[Tensor, Tensor] | None = layer.attend_layer(
-        query, rows, own, exact_masks, of_pages, maps, scaling, softcap, sinks, parts
+        query, rows, own, exact_masks, of_pages, maps, scaling, softcap, sinks, parts, written
     )
     return found

@@ -38,7 +38,7 @@ from tersekv.kernels.triton.leaves import (
     PADDED,
     SPARSE,
 )
-from tersekv.kernels.triton.maps import map_query
+from tersekv.kernels.triton.maps import map_query, write_tokens
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SHIFT: tl.constexpr = tl.constexpr(10.0)
@@ -132,12 +132,13 @@ def _adds_later(KEYS, VALUES, LATENT):
 @triton.jit
 def _segment(
     most, total, totals, loaded, queries, maps, keys, values, rope, pages, mask, column, b, h, B, H, R, T, start, row,
-    first, end, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
+    first, end, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr, ROPED: tl.constexpr, PAGED: tl.constexpr,
     LATENT: tl.constexpr, HAS_MASK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Add tokens `first` to `end` of one segment to the largest score, the sums of weights and the
-    weighted sums of values. column: mask column of the segment's first token. T: number of the head's
-    tokens, which begin at token `start` of the segment."""
+    weighted sums of values. Scores are in base 2, because the factors of the queries contain log2(e).
+    column: mask column of the segment's first token. T: number of the head's tokens, which begin at
+    token `start` of the segment."""
     N: tl.constexpr = NB * 32
     row_ok = row < R
     head = b.to(tl.int64) * H + h
@@ -159,9 +160,8 @@ def _segment(
             s += scores(
                 keys[i], loaded[i], rows, row_ok, rope, maps[i], b, h, B, H, at, held, ROPED, KEYS, i, NB
             )  # fmt: skip
-        s *= scaling
         if HAS_SOFTCAP:
-            s = softcap * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
+            s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
         n = (n0 + tl.arange(0, N))[:, None]
         seen = n < T
         if PAGED:
@@ -170,7 +170,7 @@ def _segment(
             byte = b.to(tl.int64) * mask[1] + h.to(tl.int64) * mask[2] + (row % mask[5])[None, :] * mask[3]
             byte += (column + start + n) * mask[4]
             seen = seen & (tl.load(mask[0] + byte, mask=seen & row_ok[None, :], other=0) != 0)
-        s = tl.where(seen, s * LOG2E, float("-inf"))
+        s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(most, tl.max(s, axis=0))
         base = tl.where(new == float("-inf"), 0.0, new)
         shrink = tl.exp2(most - base)
@@ -211,10 +211,11 @@ def _score_bias(correction, b, h, head, R, row, CHANNELS: tl.constexpr):
 
 @triton.jit(do_not_specialize=["first_split", "splits", "table_width"])
 def attend(
-    out, lse, queries, maps, pairs, segments, table, table_width, runs, masks, pages, mapping, correction, B, H, R,
-    channels, first_split, splits, split_tokens, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    out, lse, queries, maps, pairs, segments, table, table_width, runs, masks, pages, mapping, written, correction, B,
+    H, R, channels, first_split, splits, split_tokens, scaling, softcap, KEYS: tl.constexpr, VALUES: tl.constexpr,
     FIELDS: tl.constexpr, ROPED: tl.constexpr, LATENT: tl.constexpr, PAGED: tl.constexpr, MASKED: tl.constexpr,
-    MAPPING: tl.constexpr, CORRECTED: tl.constexpr, HAS_SOFTCAP: tl.constexpr, ROWS: tl.constexpr, NB: tl.constexpr,
+    MAPPING: tl.constexpr, WRITES: tl.constexpr, CORRECTED: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    ROWS: tl.constexpr, NB: tl.constexpr,
 ):  # fmt: skip
     """Attention over segments of the same layouts. Grid (this launch's splits, B·H, row tiles).
 
@@ -235,15 +236,23 @@ def attend(
     query and token, and its number of queries.
 
     MAPPING: empty, or the number of tiles and the constants of `maps.map_query`. Further programs of
-    the grid's first axis then map queries. CORRECTED: 0, or padded channels of `correction`, see
-    `softmax.score_bias`: float32 with strides of batch row and head, number of channels, the query
-    and its row stride.
+    the grid's first axis then map queries. WRITES: 0, or padded channels of the tokens that one more
+    program copies, see `maps.write_tokens`; no segment has these copies yet. CORRECTED: 0, or
+    padded channels of `correction`, see `softmax.score_bias`: float32 with strides of batch row and
+    head, number of channels, the query and its row stride.
     """
     N: tl.constexpr = NB * 32
     split, head = tl.program_id(0), tl.program_id(1)
     b, h = head // H, head % H
+    attending = tl.num_programs(0)
+    if WRITES > 0:
+        attending -= 1
+        if split == attending:
+            if tl.program_id(2) == 0:
+                write_tokens(written, head, H, WRITES)
+            return
     if len(MAPPING) > 0:
-        tile = split - (tl.num_programs(0) - MAPPING[0])
+        tile = split - (attending - MAPPING[0])
         if tile >= 0:
             first = tl.program_id(2) * ROWS
             map_query(
@@ -256,7 +265,9 @@ def attend(
     loaded = ()
     for i in tl.static_range(len(KEYS)):
         rows = queries[i][0] + (head.to(tl.int64) * R + row) * queries[i][1]
-        loaded = loaded + (leaf_query(rows, row_ok, pairs, ROPED, LATENT, KEYS, i),)  # type: ignore[assignment]
+        q, across, factor = leaf_query(rows, row_ok, pairs, ROPED, LATENT, KEYS, i)
+        factor *= scaling if HAS_SOFTCAP else scaling * LOG2E
+        loaded = loaded + ((q, across, factor),)  # type: ignore[assignment]
     totals = ()
     for i in tl.static_range(len(VALUES)):
         totals = totals + (zeros(ROWS, VALUES, i),)  # type: ignore[assignment]
@@ -282,7 +293,7 @@ def attend(
             most, total, totals = _segment(
                 most, total, totals, loaded, queries, maps, keys, values, rope, pages, masks[0],
                 tl.load(line + 1).to(tl.int32), b, h, B, H, R, T, start, row, tl.load(at + 1),
-                tl.minimum(tl.load(at + 2), T), scaling, softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[0],
+                tl.minimum(tl.load(at + 2), T), softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[0],
                 HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip
     else:
@@ -292,7 +303,7 @@ def attend(
             most, total, totals = _segment(
                 most, total, totals, loaded, queries, maps, segments[i][0], segments[i][1],
                 segments[i][2] + (pairs,), pages, masks[i], 0, b, h, B, H, R, T, 0, row,
-                tl.maximum(split * split_tokens - start, 0), tl.minimum((split + 1) * split_tokens - start, T), scaling,
+                tl.maximum(split * split_tokens - start, 0), tl.minimum((split + 1) * split_tokens - start, T),
                 softcap, KEYS, VALUES, ROPED, PAGED, LATENT, MASKED[i], HAS_SOFTCAP, ROWS, NB,
             )  # fmt: skip
             start += tl.cdiv(T, N) * N

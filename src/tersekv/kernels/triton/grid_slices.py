@@ -49,6 +49,9 @@ def sliced(S, LEAF):
 
 SUBNORMAL: tl.constexpr = tl.constexpr(2.0**24)
 """Factor of integers that are the lowest bits of float16."""
+FEW: tl.constexpr = tl.constexpr(8)
+"""Query rows up to which registers suffice for the query in both orders, and that of columns can be divided by the
+units of integers."""
 BY_BYTES: tl.constexpr = tl.constexpr(True)
 """False: entries of a table are loaded, as on GPUs without `prmt`."""
 
@@ -164,7 +167,11 @@ def _column(k, COLUMNS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
     else:
         code = 2 * slice + j % 2
         pair, half, unit = word % B * D + code % D, code // D, slice * 0 + 1
-    return word // B * 32 + 2 * pair + half, unit
+    at = word // B * 32 + 2 * pair + half
+    if S[LEAF][IS_INTEGER]:  # two columns are neighbours, which the compiler does not see
+        RUN: tl.constexpr = (2,) if len(k.shape) == 1 else (1, 2) if k.shape[0] == 1 else (2, 1)
+        at = tl.max_contiguous(tl.multiple_of(at, RUN), RUN)
+    return at, unit
 
 
 @triton.jit
@@ -175,14 +182,22 @@ def query_slices(q, most, rows, row_ok, S: tl.constexpr, LEAF: tl.constexpr):
     channel, unit = _column(tl.arange(0, P)[:, None], P, S, LEAF)
     x = tl.load(rows[None, :] + channel, mask=row_ok[None, :] & (channel < S[LEAF][CHANNELS]), other=0.0)
     x = x.to(tl.float32) / most
-    if S[LEAF][SCALES] == TO_PRODUCT and S[LEAF][IS_INTEGER]:
+    if S[LEAF][IS_INTEGER] and (S[LEAF][SCALES] == TO_PRODUCT or x.shape[1] <= FEW):
         x /= unit
     return q.to(tl.float16), x.to(tl.float16)
 
 
 @triton.jit
+def _lanes(S: tl.constexpr, LEAF: tl.constexpr):
+    """Offsets in words of 32 lanes from the first one, [1, 1, 32]."""
+    lane = tl.arange(0, 32)[None, None, :]
+    return (lane // 16 * (S[LEAF][WORDS] * 16) + lane % 16).to(tl.int64)
+
+
+@triton.jit
 def _words(leaf, b, h, n0, at, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Load words of lanes. at: offsets from n0's block in words."""
+    """Load words of lanes. at: offsets int64 from n0's block in words. Of int32 the compiler would compute an address
+    per load."""
     return tl.load(block_at(leaf, CODES, b, h, n0, S, LEAF) + at, mask=ok, other=0)
 
 
@@ -193,17 +208,17 @@ def _unit_of(S: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def load_keys_slices(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
-    """Scores [32·NB, rows] of a query: itself, and by columns, float16 [channels, rows]."""
+def load_keys_slices(leaf, q, factor, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Scores [32·NB, rows], times a factor [1, rows], of a query: itself, and by columns, float16 [channels, rows]."""
     N: tl.constexpr = NB * 32
     P: tl.constexpr = S[LEAF][PADDED]
     R: tl.constexpr = q[0].shape[1]
     word = tl.arange(0, P * S[LEAF][BITS] // 32)[None, :, None]
-    i = 32 * tl.arange(0, NB)[:, None, None] + tl.arange(0, 32)[None, None, :]
-    n = from_block(n0, i, S, LEAF)
-    inside = n % S[LEAF][BLOCK]
-    lane = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + (inside // 16) * (S[LEAF][WORDS] * 16) + inside % 16
-    x = _words(leaf, b, h, n0, lane + word * 16, (word < S[LEAF][WORDS]) & (n0 + i < T), S, LEAF)
+    first = 32 * tl.arange(0, NB)[:, None, None]
+    n, i = from_block(n0, first, S, LEAF), first + tl.arange(0, 32)[None, None, :]
+    at = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + n % S[LEAF][BLOCK] * S[LEAF][WORDS]
+    at = at.to(tl.int64) + word.to(tl.int64) * 16 + _lanes(S, LEAF)
+    x = _words(leaf, b, h, n0, at, (word < S[LEAF][WORDS]) & (n0 + i < T), S, LEAF)
     x = _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
         token = 32 * tl.arange(0, NB)[:, None]
@@ -214,14 +229,16 @@ def load_keys_slices(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
         if S[LEAF][WIDE]:
             most = largest(scale.to(tl.float32))
             scale = (scale.to(tl.float32) * (1.0 / most)).to(tl.float16)
-        if S[LEAF][IS_INTEGER]:
+        if S[LEAF][IS_INTEGER] and R > FEW:
             scale *= (1.0 / unit).to(tl.float16)
-        s = product(x, q[1][None, :, :] * scale[:, :, None]) * (most * _unit_of(S, LEAF))
+        s = product(x, q[1][None, :, :] * scale[:, :, None]) * (factor * (most * _unit_of(S, LEAF)))[None, :, :]
         if S[LEAF][HAS_OFFSET]:
-            channel = tl.arange(0, P)[None, :]
-            ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
+            y = q[1]
+            if R <= FEW:
+                y, channel = q[0], tl.arange(0, P)[None, :]
+                ok = (n0 + token < T) & (channel < S[LEAF][CHANNELS])
             offset = stored_plane(leaf, OFFSET, b, h, n0, token, channel, ok, S, LEAF)
-            s += _offsets(offset, q[0])[:, None, :]
+            s += (_offsets(offset, y) * factor)[:, None, :]
         return tl.reshape(s, (N, R))
     else:
         s = product(tl.reshape(x, (N, P)), q[1])
@@ -230,7 +247,7 @@ def load_keys_slices(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
         if S[LEAF][HAS_OFFSET]:
             whole = tl.sum(q[0].to(tl.float32), axis=0)
             s += plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None] * whole[None, :]
-        return s
+        return s * factor
 
 
 @triton.jit
@@ -276,8 +293,8 @@ def _value_columns(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: t
     c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, None, :]
     i = word // B * 32
     first = from_block(n0, i, S, LEAF)
-    at = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (B * 16)
-    at += (c // 16) * (S[LEAF][WORDS] * 16) + c % 16 + word % B * 16
+    at = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (B * 16) + word % B * 16
+    at = at.to(tl.int64) + tl.arange(0, G)[:, None, None].to(tl.int64) * (S[LEAF][WORDS] * 32) + _lanes(S, LEAF)
     x = _words(leaf, b, h, n0, at, (c < S[LEAF][CHANNELS]) & (n0 + i < T), S, LEAF)
     return _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
 

@@ -139,7 +139,7 @@ def _shrink(group: Group, R: int) -> bool:
 
 def _launched(
     works: Sequence[Work], scaling: float, softcap: float | None, pages: tuple[Any, ...] = (),
-    mapping: Mapping | None = None,
+    mapping: Mapping | None = None, written: Sequence[Tensor] = (),
 ) -> tuple[Tensor, Tensor, list[int]]:  # fmt: skip
     query, channels = works[0].query, works[0].group.values.channels
     B, H, R, _ = query.shape
@@ -151,21 +151,30 @@ def _launched(
         query, group = work.query, work.group
         given, masked = _masks(group, work.masks, query)
         to_map = Mapping((query,), ()) if mapping is None or first else mapping
+        to_write = () if first else written
         if B * H * R:
-            kernels.attend[(count + sum(to_map.constants[:1]), B * H, -(-R // chosen.rows))](
+            more = sum(to_map.constants[:1]) + bool(to_write)
+            kernels.attend[(count + more, B * H, -(-R // chosen.rows))](
                 out, lse, tuple(_query(leaf, query) for leaf in group.keys.leaves),
                 tuple(_matrix(leaf, query) for leaf in group.keys.leaves), _or(group.keys.pairs, query),
                 group.segments, _or(group.table, query), 0 if group.table is None else group.table.shape[1],
-                _or(runs, query), given, pages or (query,), to_map.arguments, _correction(work), B, H, R, channels,
-                first, sum(counts), chosen.split_tokens, float(scaling), float(softcap or 0.0), KEYS=group.key_specs,
-                VALUES=group.value_specs, FIELDS=group.field_codes, ROPED=group.keys.roped,
+                _or(runs, query), given, pages or (query,), to_map.arguments, tuple(map(_copied, to_write)),
+                _correction(work), B, H, R, channels, first, sum(counts), chosen.split_tokens, float(scaling),
+                float(softcap or 0.0), KEYS=group.key_specs, VALUES=group.value_specs,
+                FIELDS=group.field_codes, ROPED=group.keys.roped,
                 LATENT=group.values.latent, PAGED=bool(pages), MASKED=masked, MAPPING=to_map.constants,
+                WRITES=power(max(x.shape[-1] for x in to_write)) if to_write else 0,
                 CORRECTED=0 if work.correction is None else power(work.correction.shape[-1]),
                 HAS_SOFTCAP=softcap is not None, ROWS=chosen.rows, NB=chosen.blocks, num_warps=chosen.warps,
                 num_stages=chosen.stages,
             )  # fmt: skip
         first += count
     return out, lse, counts
+
+
+def _copied(x: Tensor) -> tuple[Any, ...]:
+    """Return new tokens [B, H, n, D], or the place for their copy, as arguments of `maps.write_tokens`."""
+    return x, *x.stride()[:3], x.shape[3], x.shape[2]
 
 
 def _correction(work: Work) -> tuple[Any, ...]:

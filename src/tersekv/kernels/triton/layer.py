@@ -29,13 +29,14 @@ ELEMENTS = 4096
 def attend_layer(
     query: Tensor, rows: Tensor, exact: PageSet | None, masks: Sequence[Tensor | None],
     packed: Sequence[tuple[PageSet, Sequence[Tensor | None], Tensor | None]], maps: tuple[Map, Map] | None,
-    scaling: float, softcap: float | None, sinks: Tensor | None, parts: bool,
+    scaling: float, softcap: float | None, sinks: Tensor | None, parts: bool, written: Sequence[Tensor] = (),
 ) -> Tensor | tuple[Tensor, Tensor] | None:  # fmt: skip
     """Compute `attend` of `kernels/attend.py`; None if that takes torch's products or merges.
 
     query [B, Hq, q, D]. rows [B, H, R, D]: the same queries as rows of their key-value heads. exact:
     exact tokens with their masks, or None. packed: packed tokens, masks and correction. maps: linear
-    maps of all packed keys and values, or None.
+    maps of all packed keys and values, or None. written: new tokens and the place for their copy, of keys
+    and then of values.
     """
     (B, H, R, D), (_, Hq, q, _) = rows.shape, query.shape
     groups = [] if exact is None else exact.groups
@@ -53,7 +54,7 @@ def attend_layer(
     if mapping is not None and not groups and rows.numel():
         _map_alone(rows, mapping)
         mapping = None
-    outs, lses, counts = launch(works, scaling, softcap, (), mapping)
+    outs, lses, counts = launch(works, scaling, softcap, (), mapping, written)
     out, lse = lses.new_empty((B, H, R, Dv)), lses.new_empty((B, H, R))
     strides = H * R * Dv, R * Dv, q * Dv, Dv
     if not parts:

@@ -101,8 +101,8 @@ def _query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.c
 def leaf_query(
     rows, row_ok, pairs, ROPED: tl.constexpr, LATENT: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr
 ):  # fmt: skip
-    """Return the result of `_query`. Sparse leaves and sketches with channels per block load their
-    query themselves."""
+    """Return the query, its partner under RoPE, and the factor of their scores. Sparse leaves and
+    sketches with channels per block load their query themselves."""
     if S[LEAF][KIND] == SPARSE or (S[LEAF][KIND] == SKETCH and not ROPED):
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
@@ -204,18 +204,18 @@ def scores(
     """q·k̂ [32·NB, rows] of one leaf of the keys."""
     q, across, most = query
     if S[LEAF][KIND] == SPARSE:
-        return load_keys_sparse(leaf, rows, row_ok, rope, b, h, B, H, n0, T, S, LEAF, NB, ROPED)
+        return load_keys_sparse(leaf, rows, row_ok, rope, b, h, B, H, n0, T, S, LEAF, NB, ROPED) * most
     elif ROPED:
         x = _decoded(leaf, map, b, h, n0, T, S, LEAF, NB)
         return _roped_scores(x, q, across, rope, b, h, n0, T, S, LEAF, NB * 32, ROPED) * most
     elif S[LEAF][KIND] == GRID and sliced(S, LEAF):
-        return load_keys_slices(leaf, q, b, h, n0, T, S, LEAF, NB) * most
+        return load_keys_slices(leaf, q, most, b, h, n0, T, S, LEAF, NB)
     elif S[LEAF][KIND] == GRID:
         return load_keys_grid(leaf, q, b, h, n0, T, S, LEAF, NB) * most
     elif S[LEAF][KIND] == SIGNS:
         return load_keys_signs(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
     elif S[LEAF][KIND] == SKETCH:
-        return load_keys_sketch(leaf, rows, row_ok, b, h, n0, T, S, LEAF, NB)
+        return load_keys_sketch(leaf, rows, row_ok, b, h, n0, T, S, LEAF, NB) * most
     elif S[LEAF][KIND] == POLAR:
         return load_keys_polar(leaf, q, b, h, n0, T, S, LEAF, NB * 32) * most
     elif S[LEAF][KIND] == TRELLIS:

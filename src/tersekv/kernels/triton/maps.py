@@ -2,7 +2,8 @@
 of the codes, and the output in the model's type.
 
 `map_query` is part of the launch that reads exact tokens (`attend_kernel.attend`), because both
-need the query alone. `finish` merges splits, also those of many queries, which have no map. Outputs
+need the query alone. So is `write_tokens`, because that launch reads new tokens where the model left
+them. `finish` merges splits, also those of many queries, which have no map. Outputs
 of packed tokens are mapped back after merging, because the map is linear.
 
 A map of D channels (`kernels/attend.Map`) is a tuple of kernel arguments, whose kind is OF: a
@@ -53,6 +54,18 @@ def map_query(
             q = tl.load(query + row * channels + k, mask=k < D, other=0.0).to(tl.float32)
             x = tl.where(o < D, tl.sum(entries * q[None, :], axis=1), x)
         tl.store(mapped + row * width + o, x, mask=o < width)
+
+
+@triton.jit
+def write_tokens(written, head, H, CHANNELS: tl.constexpr):
+    """Copy new tokens of a head. written: pairs of a tensor and its copy. Each is a pointer, strides of
+    batch row, head and token, and the numbers of channels and tokens."""
+    b, h, c = (head // H).to(tl.int64), (head % H).to(tl.int64), tl.arange(0, CHANNELS)
+    for i in tl.static_range(len(written) // 2):
+        x, to = written[2 * i], written[2 * i + 1]
+        for n in range(x[5]):
+            token = tl.load(x[0] + b * x[1] + h * x[2] + n * x[3] + c, mask=c < x[4])
+            tl.store(to[0] + b * to[1] + h * to[2] + n * to[3] + c, token, mask=c < x[4])
 
 
 @triton.jit

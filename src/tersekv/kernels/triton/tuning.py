@@ -116,8 +116,16 @@ def key_of(R: int, keys: Sequence[Leaf], values: Sequence[Leaf], device: torch.d
     """Return the key of a call with R query rows."""
     channels, on = max(leaf.spec[2] for leaf in (*keys, *values)), architecture(device)
     most = 16 if channels > WIDE and on not in HOPPER else 32  # more would not fit 99 KiB of shared memory
+    if channels <= WIDE and not has_rope and any(_scales_query(leaf) for leaf in keys):
+        most = 16  # each block of tokens has a scaled query of its own, so 32 rows would spill
     rows = 8 if R <= 8 else 16 if R <= 16 else most
     return Key(on, _kinds(keys), _kinds(values), has_rope, rows, channels)
+
+
+def _scales_query(leaf: Leaf) -> bool:
+    """True if the scales of a grid of keys are multiplied with the query."""
+    spec, scales = leaf.spec, constants.SCALES.value
+    return spec[0] == constants.GRID.value and spec[scales] == constants.TO_COEFFICIENTS.value
 
 
 def shrink(key: Key) -> bool:
@@ -155,7 +163,8 @@ def chosen(key: Key) -> Shape:
     # decoding element by element is bound by instructions: words that wait in shared memory only cost programs
     if kinds & SMALL:
         return Shape(min(blocks, 2), 4, 1)
-    return Shape(min(blocks, 2 if small or (signs and key.architecture not in HOPPER) else 4), 4, 2)
+    stages = 1 if key.rows > 8 and constants.GRID.value in kinds and not small else 2  # 2 would spill
+    return Shape(min(blocks, 2 if small or (signs and key.architecture not in HOPPER) else 4), 4, stages)
 
 
 def most_matrix(architecture: str) -> int:
