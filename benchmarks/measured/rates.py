@@ -151,8 +151,8 @@ def page() -> Page:
                 "Two rates through the real cache",
                 "2,048 packed tokens, then 256 in calls of 64. `trellis` is fitted on the prompt. Rates of "
                 "`allot=model` were measured on WikiText-2's training text, also for the other texts, or on the "
-                "model's own text. Rows say where all heads of a layer had the same. One window of C4 repeats a forum's "
-                "navigation and has most of the mean.",
+                "model's own text. Rows say where all heads of a layer had the same. One window of C4 repeats a "
+                "forum's navigation and has most of the mean.",
                 divergences("mixed.jsonl"), ["mixed.jsonl"], evaluation.format(8),
             ),
             Section(
