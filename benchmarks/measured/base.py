@@ -23,6 +23,9 @@ NAMES = {
 }  # fmt: skip
 """Names of caches in tables that are not their recipe."""
 
+BY_LAYER = {None, "c2a3663", "4ec6f08", "9c9df46", "640f464-dirty", "06eb49a-dirty", "1def017"}
+"""Commits at which all heads of a layer had the same rates under `mixed`. None: older runs, without a commit."""
+
 
 @dataclass(frozen=True)
 class Section:
@@ -71,6 +74,11 @@ class Page:
 def rows(*names: str) -> list[Row]:
     """Return the rows of files of records."""
     return [row for name in names for row in runs.read(RECORDS / name)]
+
+
+def by_layer(row: Row) -> str:
+    """Return a note for a row whose rates were chosen by layer, else nothing."""
+    return " (rates by layer)" if "allot=" in row["recipe"] and row.get("commit") in BY_LAYER else ""
 
 
 def wrapped(text: str) -> str:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 
 import three_models
-from measured.base import MODELS, Page, Row, Section, cache, model, rows
+from measured.base import MODELS, Page, Row, Section, by_layer, cache, model, rows
 from recorded import markdown
 from tersekv.lab.evals.reader import FULL
 
@@ -27,7 +27,7 @@ def found_facts(found: Iterable[Row]) -> str:
     for row in found:
         if row["task"] in FACTS:
             at = model(row), FACTS[row["task"]], row["details"]["length"]
-            groups.setdefault(at, {}).setdefault(row["recipe"], {})[row["sample"]] = row
+            groups.setdefault(at, {}).setdefault(row["recipe"] + by_layer(row), {})[row["sample"]] = row
     names, lines = list(MODELS.values()), []
     for at in sorted(groups, key=lambda at: (names.index(at[0]), *at[1:])):
         for recipe, samples in groups[at].items():
@@ -40,7 +40,9 @@ def found_facts(found: Iterable[Row]) -> str:
                 bits = statistics.fmean(row["bits_per_element"] for row in samples.values())
                 found_of = f"{sum(right[0]):.0f} / {sum(right[1]):.0f} of {len(pairs)}"
                 likelihood = " / ".join(f"{statistics.fmean(side):.2f}" for side in nll)
-                lines.append((*at[:2], f"{at[2]:,}", cache(recipe), found_of, likelihood, f"{bits:.1f}"))
+                written, _, label = recipe.partition(" ")
+                named = f"{cache(written)} {label}".strip()
+                lines.append((*at[:2], f"{at[2]:,}", named, found_of, likelihood, f"{bits:.1f}"))
     return markdown(("model", "facts", "tokens", "recipe", "found", "NLL", "true bits"), lines)
 
 
@@ -49,13 +51,14 @@ def longbench() -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows("mixed.jsonl"):
         if row["task"] == "longbench":
-            groups.setdefault((row["details"]["subtask"], row["recipe"]), []).append(row)
+            groups.setdefault((row["details"]["subtask"], row["recipe"] + by_layer(row)), []).append(row)
     lines = []
     for (subtask, recipe), samples in groups.items():
         nll = [row["metrics"]["gold_nll"] for row in samples if "gold_nll" in row["metrics"]]
         score = statistics.fmean(row["metrics"]["accuracy"] for row in samples)
         cells = f"{score:.2f}", len(samples), f"{statistics.fmean(nll):.2f}" if nll else "–"
-        lines.append((subtask, cache(recipe), *cells))
+        written, _, label = recipe.partition(" ")
+        lines.append((subtask, f"{cache(written)} {label}".strip(), *cells))
     return markdown(("subtask", "recipe", "score", "samples", "NLL"), lines)
 
 
@@ -83,14 +86,15 @@ def page() -> Page:
                 "Retrieval on three models",
                 "A fact is hidden in a text, which is packed before the question is read. Each cell compares a cache "
                 "with the full one on the same samples: facts found, and the negative log-likelihood of the right "
-                "answer (NLL), nats per token. Rates of `mixed` were measured on the text of its first use. On Gemma "
-                "1.7 bits miss facts also with equal rates: they are too few for one KV head of 256 channels.",
+                "answer (NLL), nats per token. Rates of `mixed:allot=model` were measured on the text of its first "
+                "use, and those of `allot=prompt` are read from the prompt; rows say where a layer has one pair. On "
+                "Gemma 1.7 bits miss facts also with equal rates: they are too few for one KV head of 256 channels.",
                 found_facts(rows("retrieval.jsonl")), ["retrieval.jsonl"], FACTS_COMMAND.format("MODEL"),
             ),
             Section(
                 "Retrieval in longer texts",
                 "The same with SmolLM2-135M, whose own limit is 8,192 tokens. Rates of `mixed:allot=model` were "
-                "measured on WikiText-2's training text.",
+                "measured on WikiText-2's training text; rows say where a layer has one pair of rates.",
                 found_facts(rows("mixed.jsonl")), ["mixed.jsonl"], FACTS_COMMAND.format("smollm2"),
             ),
             Section(

@@ -167,6 +167,23 @@ def test_another_recipe_in_the_header_is_refused(llama, tmp_path, recipe, old, n
         tersekv.CompressedCache.load(path, llama)
 
 
+@pytest.mark.parametrize("recipe", ["mixed:rest=1,recent=16+kivi:bits=4", "mixed:allot=prompt,recent=16+kivi:bits=3"])
+def test_caches_with_equal_heads_are_of_an_earlier_version(llama, tmp_path, recipe):
+    """Caches of mixed had no counts of blocks by head, and one row of rates in a layer."""
+    path = tmp_path / "cache"
+    saved(llama, recipe, path)
+    said, tensors = forged.read(path)
+    for i, layer in enumerate(said["state"]["layers"]):
+        for tier in layer["store"]["tiers"]:
+            tier["slots"] = []
+        if "rates" in layer["plan"]:
+            tensors[f"layers.{i}.plan.rates"] = tensors[f"layers.{i}.plan.rates"][0].clone()
+    left = {name: tensor for name, tensor in tensors.items() if ".slots." not in name}
+    tensor_file.write(path, left, said)
+    with pytest.raises(UserError, match=r"was saved by an earlier version of tersekv, .*; create it again"):
+        tersekv.CompressedCache.load(path, llama)
+
+
 if __name__ == "__main__":
     import tempfile
     import traceback

@@ -20,6 +20,7 @@ from tersekv.recipe import Recipe
 from tersekv.sizes.rate_allotment import with_rates
 from tersekv.transforms.rope import standard_rope
 from test_ops_triton import OUT, Counted, compare, device, moved, pytestmark, right  # noqa: F401
+from test_ragged_heads import CODECS, PAGES, attended, fed
 from test_store import store, tokens
 
 RECIPE = "window:sinks=4,recent=32"
@@ -82,6 +83,22 @@ def test_bias_correction(device, recipe):  # noqa: F811
     got = attend_store(s, AttentionCall(query.to(device), None, 0.125))
     assert (got.cpu() - expected).norm() <= OUT * expected.norm()
     assert (expected - without).norm() > 10 * OUT * expected.norm()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("padding", [None, [50, 0]], ids=["", "padded"])
+def test_heads_with_listed_positions(device, codec, padding, monkeypatch):  # noqa: F811
+    """Pages of heads with different numbers of tokens are read without a copy. One token, and several with a mask."""
+    with backends.forced("auto"):
+        s = fed(f"headkv:budget=0.4,recent=16+{codec}", PAGES, padding)
+    shown = torch.rand(s.batch_size, 5, s.num_tokens, generator=torch.Generator().manual_seed(5)) < 0.5
+    with backends.forced("reference"):
+        expected = [attended(s, q, mask) for q, mask in ((1, None), (5, shown))]
+    s.to(device)
+    monkeypatch.setattr(Store, "_padded", None)  # would copy all packed tokens
+    for out, call in expected:
+        got = attend_store(s, AttentionCall(call.query.to(device), moved(call.mask, device), 0.1))
+        assert (got.cpu() - out).norm() <= OUT * out.norm()
 
 
 @pytest.mark.parametrize("padding", [None, torch.tensor([0, 20])], ids=["", "padded"])

@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.parallel import HeadShard
 from tersekv.cache.segments import Observed
 from tersekv.codecs import Codec
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.policies.mixed import KEPT
+from tersekv.transforms.rope import standard_rope
 from test_mixed_rates import OPTIONS, RATES, TRELLIS, D, G, H, fed, made, mask_of, normal, store_of
 
 
@@ -31,8 +34,13 @@ def test_heads_have_rates_and_shares_of_their_own():
                                                           (torch.tensor([20, 12]), torch.tensor([3, 2]))))  # fmt: skip
     assert store.footprint().parts["codes"] == int(codes) * 32 * 2 * D / 8
     assert all(side.packed.capacity == len(side.packed) for tier in store.tiers for side in tier.sides)
-    for tier in store.tiers:  # heads without tokens of a rate have no correction of it
-        assert torch.equal(tier.keys.lost[0].any(-1), tier.blocks[0] > 0)
+    for tier in store.tiers:  # heads without tokens of a rate have no correction of it, and nothing is held for them
+        assert torch.equal(tier.keys.correction[0].any(-1), tier.blocks[0] > 0)
+        assert tier.keys.lost.shape == (1, 1, D)
+    shard = HeadShard(1, 1, H, lambda x: x)
+    other = LayerStore(store.plan, keys[:, 1:, :0], values[:, 1:, :0], None, standard_rope(D), shard)
+    other.append(keys[:, 1:], values[:, 1:], None, Observed(importance=normal(1, 1, 1060)))
+    assert [(tier.keys.codec.bits, tier.blocks.tolist()) for tier in other.tiers] == [(3, [[20]]), (2, [[12]])]
 
 
 @pytest.mark.parametrize("padding", [None, [0, 37, 5]], ids=["alike", "padded"])

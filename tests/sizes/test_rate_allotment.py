@@ -14,7 +14,9 @@ import tersekv
 from conftest import prompt
 from tersekv import cli
 from tersekv.attention.spread import in_order
-from tersekv.cache.segments import STEPS
+from tersekv.cache.footprint import Footprint
+from tersekv.cache.layer import LayerStore
+from tersekv.cache.segments import STEPS, Observed
 from tersekv.calibration import first_use
 from tersekv.calibration.attention_spread import SINKS, measure
 from tersekv.calibration.calibration import SCORES, Calibration, Made
@@ -26,8 +28,10 @@ from tersekv.errors import UserError
 from tersekv.models.config import cache_shape
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
+from tersekv.sizes.cache_size import CacheShape
 from tersekv.sizes.estimate import predict
 from tersekv.sizes.rate_allotment import allotted
+from tersekv.transforms.rope import standard_rope
 from test_cli import run_json
 from test_saved import goes_on_alike, read, singles
 
@@ -284,6 +288,28 @@ def test_estimate_is_near_what_is_held(llama, tmp_path):
         read(llama, cache, [prompt(2000)])
     predicted = predict(cache_shape(llama.config), Recipe.parse(RECIPE), 2000).total_bytes
     assert cache.footprint().total_bytes == pytest.approx(predicted, rel=0.01)
+
+
+@pytest.mark.parametrize("options", ["", ",sinks=0,recent=0,bias_correction=full"])
+@pytest.mark.parametrize("tokens", [200, 500, 2000])
+def test_estimate_of_heads_with_many_rates(options, tokens):
+    """Heads of all kinds have up to 10 rates in a layer. The estimate is not below what they hold."""
+    layers, heads, D = 4, 8, 64
+    recipe = Recipe.parse(f"mixed:allot=prompt{options}+trellis:bits=1.7,calibration=prompt")
+    generator, rope = torch.Generator().manual_seed(0), standard_rope(D)
+    power, total = (10 ** (low * torch.rand(layers, heads, 1, generator=generator)) for low in (-2, -4))
+    curves = total * (torch.arange(STEPS + 1) / STEPS).pow(power)
+    held, tables = [], {}
+    for plan in allotted({i: recipe.plan(i, layers) for i in range(layers)}, curves, (D, D)).values():
+        keys, values = torch.randn(2, 1, heads, tokens, D, generator=generator, dtype=torch.bfloat16).unbind()
+        store = LayerStore(plan, keys[:, :, :0], values[:, :, :0], None, rope)
+        store.keep(keys)
+        store.append(keys, values, None, Observed(importance=keys[..., 0].float().square()))
+        held.append(store.footprint())
+        tables |= {table.data_ptr(): table for table in store.tables()}
+    shape = CacheShape((None,) * layers, heads, D, D, torch.bfloat16, (rope,) * layers, heads)
+    whole = Footprint.sum(held).total_bytes + sum(table.nbytes for table in tables.values())
+    assert 0.995 < predict(shape, recipe, tokens).total_bytes / whole < 1.03
 
 
 @pytest.mark.parametrize(

@@ -107,6 +107,8 @@ class LayerStore(Store):
         if heads is not None:
             codecs = {side: getattr(plan, side).of_heads(heads.first, heads.count) for side in ("keys", "values")}
             rates = None if plan.rates is None else plan.rates[heads.first : heads.first + heads.count]
+            if rates is not None:  # the highest of these heads may be lower than that of the layer
+                codecs = {side: codec.at_rate(float(rates[:, :2].max())) for side, codec in codecs.items()}
             plan = plan._replace(**codecs, rates=rates)
         if isinstance(plan.policy, SubGen) and plan.policy.samples and window is None:
             # heads may fill blocks at different times, so processes could not synchronise
@@ -130,13 +132,14 @@ class LayerStore(Store):
         self.recent = ExactTokens(empty, most, grows=not plan.policy.packs_generated, latent=self.latent)
         index = keys.new_empty((len(keys), 1, 0, plan.index_dim))
         self.indexer = [ExactTokens([index], grows=True, part="selection")] if plan.index_dim else []
-        self.keys = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share)
+        of_heads = HeadRates(keys.shape[1], plan.rates if rest else None, rest, getattr(plan.policy, "budget", 0.0))
+        self.keys = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share, users=of_heads.users(0))
         self.values = PackedSide(plan.values, values, sizes)
         self.sides = self.keys, self.values
         self.tiers = [Tier(*self.sides, latent=self.latent)]
-        of_heads = HeadRates(keys.shape[1], plan.rates if rest else None, rest, getattr(plan.policy, "budget", 0.0))
-        for bits in of_heads.lower if rest else ():
-            low = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share, bits, self.keys)
+        for number, bits in enumerate(of_heads.lower if rest else (), 1):
+            users = of_heads.users(number)
+            low = PackedSide(plan.keys, keys, sizes, plan.policy.corrected_share, bits, self.keys, users)
             rest_of_values = PackedSide(plan.values, values, sizes, 0.0, bits, self.values)
             self.tiers.append(Tier(low, rest_of_values, latent=self.latent))
         self.padding = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -43,7 +43,8 @@ class PackedSide(Stateful):
         all fitted tensors but those that differ by the rate. None if it is that side.
     slots: those of the tier if each head has its own number of blocks, else None. Packed tensors are then
         [1, 1, N, ...]: page after page, and within a page one head after the other.
-    lost: float32 [B, H, D], lost variance of the tokens packed first (`cache/lost_variance.py`).
+    users: heads that have tokens of this rate.
+    lost: float32 [B, users, D], lost variance of the tokens packed first (`cache/lost_variance.py`).
         None if the share is 0 or nothing has been packed.
     """
 
@@ -60,8 +61,10 @@ class PackedSide(Stateful):
         corrected: float = 0.0,
         bits: float = 0.0,
         base: PackedSide | None = None,
+        users: Sequence[int] | None = None,
     ) -> None:
         B, H, _, self.head_dim = like.shape
+        self.users = list(range(H) if users is None else users)
         self.shape = B, H, 0, self.head_dim
         self.corrected, self.bits, self.base = corrected, bits, base
         self.codec = codec if base is None else codec.at_rate(bits)
@@ -170,8 +173,16 @@ class PackedSide(Stateful):
         if self.lost is None:
             return None
         if self._factors is None or self._factors[0] is not self.lost:
-            self._factors = self.lost, self.lost * (0.5 * self.corrected)
+            self._factors = self.lost, self._of_all_heads(self.lost) * (0.5 * self.corrected)
         return self._factors[1]
+
+    def _of_all_heads(self, lost: Tensor) -> Tensor:
+        """Return the lost variance of all heads, 0 in those without tokens of this rate."""
+        B, H, _, D = self.shape
+        return lost if len(self.users) == H else lost.new_zeros((B, H, D)).index_copy_(1, self._users(lost), lost)
+
+    def _users(self, like: Tensor) -> Tensor:
+        return torch.tensor(self.users, device=like.device)
 
     # ------------------------------------------------------------------ changing
 
@@ -207,7 +218,7 @@ class PackedSide(Stateful):
 
     def live_state(self) -> State:
         """Return the state with the codec's fitted tensors, see `Stateful`."""
-        lost = {"lost": self.lost} if self.corrected else {}
+        lost = {"lost": None if self.lost is None else self._of_all_heads(self.lost)} if self.corrected else {}
         return super().live_state() | {"fitted": self._own()} | lost
 
     def schema(self) -> dict[str, Check]:
@@ -222,7 +233,8 @@ class PackedSide(Stateful):
         super()._hold(state, place)
         self.codec = dataclasses.replace(self.codec, fitted=own(state["fitted"]))
         self._share()
-        self.lost = own(state.get("lost"))
+        lost = state.get("lost")
+        self.lost = None if lost is None else lost.index_select(1, self._users(lost))
         B, H, _, D = self.shape
         if fault := self.codec.learnt_fault(B, H, D):
             refuse(f"{place}.fitted", fault)

@@ -152,8 +152,11 @@ def _lost(
         sums.add(taken[:, :, some], codec.view(coded, D), shown)
     found = sums.value()
     assert found is not None
-    made = x.new_zeros((B, store.kv_heads, D), dtype=torch.float32) if known is None else known.clone()
-    made[:, heads] = torch.where(old.to(x.device)[:, None], made[:, heads], found)
+    users = store.tiers[tier].keys.users
+    first = users.index(heads.start)
+    made = x.new_zeros((B, len(users), D), dtype=torch.float32) if known is None else known.clone()
+    these = slice(first, first + H)
+    made[:, these] = torch.where(old.to(x.device)[:, None], made[:, these], found)
     return made
 
 

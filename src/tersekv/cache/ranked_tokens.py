@@ -68,6 +68,10 @@ class HeadRates:
             self.lower, self.shares = bits[1:].tolist(), rates[:, 2].tolist()
             self.tiers = (rates[:, :2, None] == bits).int().argmax(-1)
 
+    def users(self, tier: int) -> list[int]:
+        """Return the heads that have tokens in a tier."""
+        return (self.tiers == tier).any(1).nonzero().flatten().tolist()
+
 
 class RankedTokens(Stateful):
     """The ranks of a layer's packed tokens under the policy `mixed`.

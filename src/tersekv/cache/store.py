@@ -267,7 +267,7 @@ class Store(Stateful):
                 first += tokens
 
     def _padded(self) -> PackedPages | None:
-        """Return `pages` with equally many blocks in all heads, as the torch reference and Triton read them."""
+        """Return `pages` with equally many blocks in all heads, as the torch reference reads them."""
         return packed_pages_of(list(self.packed_pages()), self.kv_heads, self.value_dim if self.latent else 0)
 
     def _packed(self, rate: int, first: int, tokens: int) -> PackedSegment:

@@ -15,14 +15,11 @@ from torch import Tensor
 
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.ranked_tokens import UNRANKED
-from tersekv.cache.segments import STEPS, Observed
+from tersekv.cache.segments import Observed
 from tersekv.errors import UserError
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
-from tersekv.sizes.rate_allotment import allotted
-
-USUAL = (torch.arange(STEPS + 1) / STEPS).pow(0.1)
-"""Spread that counts for all layers if a call has too few queries to show it. Its form is that of most layers."""
+from tersekv.sizes.rate_allotment import USUAL, allotted
 
 
 class Call(NamedTuple):

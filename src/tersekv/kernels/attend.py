@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tersekv.kernels.attend_packed import Operand
 from tersekv.kernels.attend_segments import Segment, attend_segments
-from tersekv.kernels.marks import Marks
+from tersekv.kernels.marks import Marks, heads_of
 from tersekv.kernels.registry import NotTaken, operator
 from tersekv.kernels.softmax import merge_segments, prefers_native, score_bias
 
@@ -89,8 +89,7 @@ class PackedPages:
         shared: number of the first channels of keys that are the values, 0 if these are others.
         ends: of each page None, or int64 [B, H] if the page holds the tokens of one head after those of another: the
             token where each head's own ones end. All heads then share packed tensors, and positions int32 [T], marks
-            that have the same ends, or a mask bool [q, T]. The torch reference does not read such pages, and Triton
-            not those with positions.
+            that have the same ends, or a mask bool [q, T]. The torch reference does not read such pages.
         padded: function that returns the same tokens as pages without `ends`, in which heads with fewer tokens have
             empty places. It copies the packed tensors. None if no page has `ends`.
         alike: numbers of the pages with the same correction, for each of them.
@@ -156,13 +155,22 @@ class Masks(NamedTuple):
     mask: Tensor | None
     hidden: Tensor | None
 
-    def at(self, where: Where, tokens: int) -> Tensor | None:
-        """Return the mask of a segment, bool [B, q, T] or [B, H, q, T], or [q, T] of marks with `ends`; None if all
-        tokens are visible."""
+    def at(self, where: Where, tokens: int, ends: Tensor | None = None) -> Tensor | None:
+        """Return the mask of a segment, bool [B, q, T] or [B, H, q, T]; None if all tokens are visible.
+
+        ends: see `PackedPages`; those of marks need not be given. The mask is [q, T] then.
+        """
         if isinstance(where, Tensor) and where.dtype == torch.bool:
             return where
         if isinstance(where, Marks):
-            return self._marked(where)
+            if self.mask is None and self.hidden is None:
+                return None
+            ends, where = where.ends, where.positions()
+            if ends is None and self.hidden is not None:
+                where = where.masked_fill(where < self.hidden[:, None, None], -1)
+        if ends is not None:
+            assert isinstance(where, Tensor)
+            return self._in_turn(where.flatten(), ends)
         if isinstance(where, Tensor) and where.dim() == 3:
             return self._per_head(where)
         mask = self.mask
@@ -181,21 +189,14 @@ class Masks(NamedTuple):
             places = torch.arange(where, where + tokens, device=columns.device)
         return columns if self.hidden is None else columns & (places >= self.hidden[:, None])[:, None]
 
-    def _marked(self, marks: Marks) -> Tensor | None:
-        if self.mask is None and self.hidden is None:
+    def _in_turn(self, positions: Tensor, ends: Tensor) -> Tensor | None:
+        """Return the mask of a page with one head's tokens after another's. positions: int [T], −1 for none."""
+        held, at = positions >= 0, positions.clamp(min=0).long()
+        if self.mask is None and self.hidden is None and bool(held.all()):
             return None
-        positions = marks.positions()
-        if marks.ends is not None:
-            at, rows = positions.flatten().long(), marks.head // marks.ends.shape[1]
-            seen = (
-                at.new_ones((1, len(at)), dtype=torch.bool)
-                if self.mask is None
-                else self.mask[rows, :, at].T.contiguous()
-            )
-            return seen if self.hidden is None else seen & (at >= self.hidden[rows])
-        if self.hidden is not None:
-            positions = positions.masked_fill(positions < self.hidden[:, None, None], -1)
-        return self._per_head(positions)
+        rows = heads_of(ends, at) // ends.shape[1]
+        seen = held[None] if self.mask is None else self.mask[rows, :, at].T.contiguous() & held
+        return seen if self.hidden is None else seen & (at >= self.hidden[rows])
 
     def _per_head(self, positions: Tensor) -> Tensor | None:
         held = positions >= 0
@@ -312,7 +313,7 @@ def segments_of(
     if pages is None:
         return plain, []
     each = zip(pages.keys, pages.values, pages.where, pages.tokens, pages.ends, strict=True)
-    return plain, [Segment(k, v, cut.at(where, tokens), True, ends) for k, v, where, tokens, ends in each]
+    return plain, [Segment(k, v, cut.at(where, tokens, ends), True, ends) for k, v, where, tokens, ends in each]
 
 
 def causal(q: int, T: int, device: torch.device) -> Tensor:

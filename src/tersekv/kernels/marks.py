@@ -46,9 +46,7 @@ class Marks(NamedTuple):
     def head(self) -> Tensor:
         """Number of the head that each token belongs to, counted over the batch rows, int64 [tokens]; with `ends`."""
         assert self.ends is not None
-        tokens = self.ends.flatten().diff(prepend=self.ends.new_zeros(1)).to(self.bits.device)
-        heads = torch.arange(len(tokens), device=tokens.device)
-        return torch.repeat_interleave(heads, tokens, output_size=self.tokens)
+        return heads_of(self.ends, self.bits, self.tokens)
 
     def positions(self) -> Tensor:
         """Return the positions, int32 [B, H, tokens]; with `ends` [1, 1, tokens]."""
@@ -64,6 +62,13 @@ class Marks(NamedTuple):
             head, shape = self.head, (1, 1, self.tokens)
         places = places_of(mask.flatten(0, 1), head, number + skip.flatten()[head])
         return places.view(shape).to(torch.int32) + self.first
+
+
+def heads_of(ends: Tensor, like: Tensor, tokens: int | None = None) -> Tensor:
+    """Return the head of each token of a page with these `ends`, as `Marks.head`, on the device of another tensor."""
+    counts = ends.flatten().diff(prepend=ends.new_zeros(1)).to(like.device)
+    heads = torch.arange(len(counts), device=like.device)
+    return torch.repeat_interleave(heads, counts, output_size=len(like) if tokens is None else tokens)
 
 
 def places_of(mask: Tensor, head: Tensor, numbers: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from tersekv.cache.layer import LayerStore
 from tersekv.cache.rotary import Rotary
 from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan, Recipe
-from tersekv.sizes.rate_allotment import evenly
+from tersekv.sizes.rate_allotment import usual
 from tersekv.transforms.rope import Rope
 
 
@@ -106,18 +106,19 @@ def size(
         plan = plan.of_latents(shape.index_dims[index] if shape.index_dims else 0) if shape.latent else plan
         plan = plan if scores is None else plan._replace(scores=scores)
         plan = plan.in_layer(first, window, shape.key_dim, shape.value_dim)
+        most_tiers = 2
         if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
-            plan = evenly(plan, (shape.key_dim, shape.value_dim))
+            plan, most_tiers = usual(plan, (shape.key_dim, shape.value_dim), shape.kv_heads)
         low = lower_plan(plan, window)
         if plan.policy.drops and window is None:
             footprint, tiers = _selected(plan, shape, calls, batch, fullest)
         else:
             key = plan._replace(layer=0, scores=None, rates=None), window
             if key not in held:
-                held[key] = _kept(*key, shape, calls, batch)
+                held[key] = _kept(plan, window, shape, calls, batch)
             footprint, tiers = copy.deepcopy(held[key])
         if low is not None and tiers[1]:
-            shared |= _lower_tables(low, shape, batch, footprint)
+            shared |= _lower_tables(low, shape, batch, footprint, most_tiers - 1)
         for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
             tables = codec.table_bytes(dim)
             if footprint.parts["codes"] or not tables.of_sequence:
@@ -195,14 +196,14 @@ def lower_plan(plan: LayerPlan, window: int | None = None) -> LayerPlan | None:
     return plan._replace(keys=plan.keys.at_rate(rest), values=plan.values.at_rate(rest)).per_head()
 
 
-def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Footprint) -> dict[str, int]:
-    """Count the tables that differ at the lower rate. Return the tables that layers share."""
+def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Footprint, tiers: int) -> dict[str, int]:
+    """Count the tables that differ at so many lower rates. Return the tables that layers share."""
     shared: dict[str, int] = {}
     for codec, dim in ((low.keys, shape.key_dim), (low.values, shape.value_dim)):
         tables, learns = codec.table_bytes(dim), codec.learns(1, 1, dim)
         if footprint.parts["codes"] or not tables.of_sequence:
             own = sum(dim * learns[name].dtype.itemsize for name in codec.rate_tensors)
-            footprint.parts["tables"] += own * shape.kv_heads * (batch if tables.of_sequence else 1)
+            footprint.parts["tables"] += own * tiers * shape.kv_heads * (batch if tables.of_sequence else 1)
         shared |= tables.shared
     return shared
 

@@ -32,6 +32,9 @@ CANDIDATES = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4
 LEAST_ON_PROMPT = 0.75
 """Least bits with `allot=prompt`. A prompt does not show what its last quarter never looked at, and later text may."""
 
+USUAL = (torch.arange(STEPS + 1) / STEPS).pow(0.1)
+"""Spread that counts for all heads if it is unknown. Its form is that of most layers."""
+
 
 class Option(NamedTuple):
     """Rates of one head and the bytes of one of its tokens, mean over tokens."""
@@ -99,17 +102,19 @@ def least_loss(received: Tensor, sizes: Mapping[float, float], most: float) -> l
     return [options[k] for k in (loss + high * size).argmin(dim=1).tolist()]
 
 
-def evenly(plan: LayerPlan, dims: tuple[int, int]) -> LayerPlan:
-    """Return the plan with two rates of all heads whose mean size is that of the recipe's bits.
+def usual(plan: LayerPlan, dims: tuple[int, int], heads: int) -> tuple[LayerPlan, int]:
+    """Return the plan with rates whose mean size is that of the recipe's bits, and the most tiers that it can have.
 
-    Estimates use it in place of the rates of each head, which are not known without a measurement.
+    Estimates use it in place of the rates of each head, which are not known without a measurement. All heads have the
+    rates of the usual spread. Their shares differ, because each is rounded up to whole blocks, half a block on average.
     """
     sizes, most = _sizes(plan, dims)
-    lower = max((bits for bits, size in sizes.items() if size < most), key=sizes.__getitem__)
-    upper = min((bits for bits, size in sizes.items() if size >= most), key=sizes.__getitem__)
-    share = (most - sizes[lower]) / (sizes[upper] - sizes[lower])
-    rates = torch.tensor([[upper, lower, min(share, 1 - 1e-6)]], dtype=torch.float64)
-    return with_rates(plan, rates)._replace(rates=None)
+    best = least_loss(USUAL[None].double(), sizes, most)[0]
+    share = min((most - sizes[best.rest]) / (sizes[best.bits] - sizes[best.rest]), 1 - 1e-6)
+    each = (2 * torch.arange(heads, dtype=torch.float64) + 1) / heads
+    shares = share * each if share <= 0.5 else 1 - (1 - share) * each
+    rates = torch.tensor([best.bits, best.rest]).double().expand(heads, 2)
+    return with_rates(plan, torch.cat([rates, shares[:, None]], dim=1)), min(2 * heads, len(sizes))
 
 
 def with_rates(plan: LayerPlan, rates: Tensor) -> LayerPlan:

@@ -308,12 +308,6 @@ def merge_segments(outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tens
     return result
 
 
-def _lists_heads(pages: PackedPages) -> bool:
-    """True if a page of heads one after the other lists the positions of its tokens."""
-    each = zip(pages.where, pages.ends, strict=True)
-    return any(ends is not None and isinstance(at, Tensor) and at.dtype != torch.bool for at, ends in each)
-
-
 @layer_operators.attend.by(NAME)
 def attend_layer(
     query: Tensor,
@@ -333,8 +327,6 @@ def attend_layer(
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
     _check_interpreter(query)
-    if pages is not None and pages.padded is not None and _lists_heads(pages):
-        pages = pages.padded()
     sets = {} if pages is None else _page_sets(pages)
     call = query, exact, pages, mask, hidden
     if (few := _attend_few(*call, sets, scaling, softcap, sinks, parts, room)) is not None:

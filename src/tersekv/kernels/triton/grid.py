@@ -292,13 +292,13 @@ def _listed(leaf, b, h, B, H, n0, T, NB: tl.constexpr):
     block = n0 // 32 + tl.arange(0, NB)
     base = tl.load(leaf[0])
     # Entries of the next block in the order block, batch row, head; its beginning is the end of
-    # this one.
+    # this one. Heads whose tokens are one after the other share one list, with strides of 0.
     next_h, next_b, next_block = h + 1, b, block
     next_b = tl.where(next_h == H, b + 1, b)
     next_h = tl.where(next_h == H, 0, next_h)
-    next_block = tl.where(next_b == B, block + 1, block)
+    next_block = tl.where((next_b == B) | (leaf[1] + leaf[2] == 0), block + 1, block)
     next_b = tl.where(next_b == B, 0, next_b)
-    here, there = block * 32 < T, next_block * 32 < T
+    here, there = block * 32 < T, next_block < leaf[7]
     begin = _start(leaf, b, h, block, here) - base
     end = tl.where(there, _start(leaf, next_b, next_h, next_block, there) - base, leaf[6])
     begin = tl.minimum(tl.maximum(begin, 0), leaf[6])

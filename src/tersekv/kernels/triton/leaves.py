@@ -294,6 +294,7 @@ class Readable:
             *self.plane("places", view.places, (torch.int16,), 1)[:1],
             *self.plane("outliers", view.values, (torch.float16,), 1)[:1],
             len(view.places),
+            view.starts.shape[2],
         )
         return Leaf(_spec(SPARSE, view.head_dim, power(view.head_dim), 32, 0), fields)
 
@@ -303,7 +304,7 @@ class Readable:
         if places[1:] != values[1:]:
             raise UnreadableError(f"{self.name} have outliers with other strides than their places")
         n = view.places.shape[-1]
-        return Leaf(_spec(SPARSE, view.head_dim, power(view.head_dim), 32, n), (*places, places[0], values[0], 0))
+        return Leaf(_spec(SPARSE, view.head_dim, power(view.head_dim), 32, n), (*places, places[0], values[0], 0, 0))
 
     def _trellis(self, view: Any) -> Leaf:
         fields = (
