@@ -208,7 +208,8 @@ class Clusters(Experiment):
                 if of:
                     mean, stderr = Estimate.of(of)
                     error, wanted = (stderr if len(of) > 1 else None), max(self.questions, len(of))
-                    found.append(Result(row, f"{COUNTS[at]} centers", MEASURES[measure], mean, error, len(of), wanted))
+                    place = row, f"{COUNTS[at]} centers", MEASURES[measure]
+                    found.append(Result(*place, mean, error, len(of), wanted, values=tuple(of)))
         return found
 
 
