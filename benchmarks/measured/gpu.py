@@ -6,10 +6,13 @@ import statistics
 
 from measured.base import Page, Section, cache, rows
 from recorded import Row, markdown
+from tersekv.lab.bench.formats import make_segment
 
 GPUS = {"sm_80": "A100", "sm_90": "H100", "sm_120": "RTX 50"}
 PACKING = "pack-"
 """Prefix of the kernels that pack in the record of counts."""
+TOKENS = 1024
+"""Packed tokens of which the bits of a format are counted."""
 
 
 def attention() -> str:
@@ -75,8 +78,10 @@ def predicted() -> str:
         if row["target"] == "sm_90" and "-" not in row["format"].removesuffix("-centred"):
             each = row["lane_instructions_per_code"]
             then = f"{measured[row['format']]:.2f}" if row["format"] in measured else ""
-            lines.append((f"`{row['format']}`", each, f"{20 / each:.1f}", then))
-    columns = "format", "lane-instructions per code", "bound, times as fast as bfloat16", "measured, earlier kernels"
+            bits = 8 * make_segment(row["format"], 1, TOKENS, 128, seed=0).bytes / (2 * TOKENS * 128)
+            lines.append((f"`{row['format']}`", each, f"{bits:.2f}", f"{min(20 / each, 16 / bits):.1f}", then))
+    columns = "format", "lane-instructions per code", "bits per code", "bound, times as fast as bfloat16"
+    columns += ("measured, earlier kernels",)
     return markdown(columns, lines)
 
 
@@ -119,8 +124,9 @@ def page() -> Page:
             ),
             Section(
                 "Predicted from counts, not measured",
-                "Bounds of today's kernels on an H100 that issues an instruction in every cycle. No kernel can be "
-                "faster, and look-ups and waits make it slower. With a GPU, check them in five minutes: `tersekv "
+                "Bounds of today's kernels on an H100 that issues an instruction in every cycle and reads memory at "
+                "full speed, whichever takes longer. No kernel can be faster, and look-ups and waits make it slower. "
+                "With a GPU, check them in five minutes: `tersekv "
                 "bench attend --device cuda --formats all --seconds 2 --limit 1.2 --out FILE`, and open an issue with "
                 "the file.",
                 predicted(),
