@@ -21,7 +21,6 @@ from tersekv.cache.store import Store
 from tersekv.kernels import backends, softmax
 from tersekv.kernels.attend import Masks, Room, Where, finished
 from tersekv.kernels.attend import attend_floats as attend_floats
-from tersekv.kernels.registry import chosen
 from tersekv.tensors import last_contiguous
 
 MOST_READ, LEAST_READ_TOKENS = 1 << 22, 512
@@ -85,8 +84,8 @@ def attend_new(store: Store, keys: Tensor, values: Tensor, call: AttentionCall) 
     `LayerStore.append` then has nothing to copy. None if the token must be appended first.
     """
     few = call.query.shape[1] <= KERNEL_ROWS * store.kv_heads and call.expand is None
-    if not few or store.latent or store.estimates or store.own is not None or (keys.is_cpu and chosen() != "triton"):
-        return None  # on CPUs C++ appends a token in less time
+    if not few or store.latent or store.estimates or store.own is not None:
+        return None
     if (room := store.spare_room(keys, values)) is None:
         return None
     out: Tensor | None = _Reader(store, call, call.mask, None, (keys, values, room))._direct()

@@ -243,7 +243,8 @@ def attend(
     """
     if table is not None:
         raise NotTaken("attend does not read page tables; use attend_pages")
-    copy_tokens(exact, room)
+    if room is not None:
+        copy_tokens(exact, room)
     if pages is not None and pages.padded is not None:
         pages = pages.padded()
     return composed(attend_segments.reference, query, exact, pages, mask, hidden, scaling, softcap, sinks, parts)
@@ -286,11 +287,10 @@ def composed(
     return (out, lse) if parts else finished(out, lse, query, sinks)
 
 
-def copy_tokens(exact: tuple[tuple[Tensor, Tensor, Where | None], ...], room: Room | None) -> None:
+def copy_tokens(exact: tuple[tuple[Tensor, Tensor, Where | None], ...], room: Room) -> None:
     """Copy the last exact tokens to their `room`, see `attend`."""
-    if room is not None:
-        for x, place in zip(exact[-1][:2], room, strict=True):
-            place.copy_(x)
+    for x, place in zip(exact[-1][:2], room, strict=True):
+        place.copy_(x)
 
 
 def query_rows(query: Tensor, H: int) -> Tensor:

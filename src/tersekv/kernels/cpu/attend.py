@@ -88,7 +88,8 @@ def attend(
     room: Room | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attend over a layer, see `kernels/attend.py`."""
-    copy_tokens(exact, room)
+    if room is not None:
+        copy_tokens(exact, room)
     if query.requires_grad and not torch.is_grad_enabled():
         query = query.detach()
     mask = None if mask is None else last_contiguous(mask)

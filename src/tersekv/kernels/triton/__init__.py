@@ -331,7 +331,8 @@ def attend_layer(
     call = query, exact, pages, mask, hidden
     if (few := _attend_few(*call, sets, scaling, softcap, sinks, parts, room)) is not None:
         return few
-    copy_tokens(exact, room)
+    if room is not None:
+        copy_tokens(exact, room)
 
     def run(rows: Tensor, segments: list[Segment], scaling: float, softcap: float | None) -> tuple[Tensor, Tensor]:
         own = [segment for segment in segments if segment.is_page]
