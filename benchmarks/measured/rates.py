@@ -184,7 +184,7 @@ def page() -> Page:
                 "that get the lower rate, which is below 1 bit because the prompt's last queries hardly read these.\n\n"
                 "Now at most three quarters of a head's tokens have its higher rate. The last quarter gets a rate near "
                 "it, 4 bits beside 5 in the first of these heads, because most of it was read. All heads together give "
-                "few bytes for that.",
+                "few bytes for that, and the [passkeys](presets.md) are found.",
                 lost_facts(), ["lost_facts.jsonl"], "python benchmarks/lost_facts.py --sample 8 6 14 --out FILE",
             ),
             Section(
