@@ -25,6 +25,8 @@ NAMES = {
 
 BY_LAYER = {None, "c2a3663", "4ec6f08", "9c9df46", "640f464-dirty", "06eb49a-dirty", "1def017"}
 """Commits at which all heads of a layer had the same rates under `mixed`. None: older runs, without a commit."""
+ANY_SHARE = {"6cab601", "492a520", "19f13f10"}
+"""Later commits at which `allot=prompt` could give almost all tokens of a head its higher rate."""
 
 
 @dataclass(frozen=True)
@@ -76,9 +78,11 @@ def rows(*names: str) -> list[Row]:
     return [row for name in names for row in runs.read(RECORDS / name)]
 
 
-def by_layer(row: Row) -> str:
-    """Return a note for a row whose rates were chosen by layer, else nothing."""
-    return " (rates by layer)" if "allot=" in row["recipe"] and row.get("commit") in BY_LAYER else ""
+def earlier(row: Row) -> str:
+    """Return a note for a row whose rates were chosen in an earlier way, else nothing."""
+    if "allot=" in row["recipe"] and row.get("commit") in BY_LAYER:
+        return " (rates by layer)"
+    return " (any share)" if "allot=prompt" in row["recipe"] and row.get("commit") in ANY_SHARE else ""
 
 
 def wrapped(text: str) -> str:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterable
 
 import three_models
-from measured.base import MODELS, Page, Row, Section, by_layer, cache, model, rows
+from measured.base import MODELS, Page, Row, Section, cache, earlier, model, rows
 from recorded import markdown
 from tersekv.lab.evals.reader import FULL
 
@@ -27,7 +27,7 @@ def found_facts(found: Iterable[Row]) -> str:
     for row in found:
         if row["task"] in FACTS:
             at = model(row), FACTS[row["task"]], row["details"]["length"]
-            groups.setdefault(at, {}).setdefault(row["recipe"] + by_layer(row), {})[row["sample"]] = row
+            groups.setdefault(at, {}).setdefault(row["recipe"] + earlier(row), {})[row["sample"]] = row
     names, lines = list(MODELS.values()), []
     for at in sorted(groups, key=lambda at: (names.index(at[0]), *at[1:])):
         for recipe, samples in groups[at].items():
@@ -51,7 +51,7 @@ def longbench() -> str:
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in rows("mixed.jsonl"):
         if row["task"] == "longbench":
-            groups.setdefault((row["details"]["subtask"], row["recipe"] + by_layer(row)), []).append(row)
+            groups.setdefault((row["details"]["subtask"], row["recipe"] + earlier(row)), []).append(row)
     lines = []
     for (subtask, recipe), samples in groups.items():
         nll = [row["metrics"]["gold_nll"] for row in samples if "gold_nll" in row["metrics"]]
@@ -87,14 +87,16 @@ def page() -> Page:
                 "A fact is hidden in a text, which is packed before the question is read. Each cell compares a cache "
                 "with the full one on the same samples: facts found, and the negative log-likelihood of the right "
                 "answer (NLL), nats per token. Rates of `mixed:allot=model` were measured on the text of its first "
-                "use, and those of `allot=prompt` are read from the prompt; rows say where a layer has one pair. On "
-                "Gemma 1.7 bits miss facts also with equal rates: they are too few for one KV head of 256 channels.",
+                "use, and those of `allot=prompt` are read from the prompt; rows say where a layer has one pair, and "
+                "where any share of a head's tokens could have its higher rate. On Gemma 1.7 bits miss facts also with "
+                "equal rates: they are too few for one KV head of 256 channels.",
                 found_facts(rows("retrieval.jsonl")), ["retrieval.jsonl"], FACTS_COMMAND.format("MODEL"),
             ),
             Section(
                 "Retrieval in longer texts",
                 "The same with SmolLM2-135M, whose own limit is 8,192 tokens. Rates of `mixed:allot=model` were "
-                "measured on WikiText-2's training text; rows say where a layer has one pair of rates.",
+                "measured on WikiText-2's training text; rows say where a layer has one pair of rates, and where any "
+                "share of a head's tokens could have its higher rate.",
                 found_facts(rows("mixed.jsonl")), ["mixed.jsonl"], FACTS_COMMAND.format("smollm2"),
             ),
             Section(

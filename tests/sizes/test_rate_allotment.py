@@ -30,7 +30,7 @@ from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
 from tersekv.sizes.cache_size import CacheShape
 from tersekv.sizes.estimate import predict
-from tersekv.sizes.rate_allotment import allotted
+from tersekv.sizes.rate_allotment import MOST_ON_PROMPT, allotted
 from tersekv.transforms.rope import standard_rope
 from test_cli import run_json
 from test_saved import goes_on_alike, read, singles
@@ -133,6 +133,16 @@ def test_heads_whose_attention_is_found_get_fewer_bits(llama):
     mean = [[share * bits + (1 - share) * rest for bits, rest, share in p.rates.tolist()] for p in plans.values()]
     assert mean[0][0] < mean[1][0] < mean[2][0]
     assert all(first == other for first, other in mean)
+
+
+def test_a_head_that_reads_most_of_the_prompt_codes_the_others_well(llama):
+    """A fact that nothing has asked for yet is among the few tokens that such a head did not read."""
+    at = torch.arange(STEPS + 1) / STEPS
+    scores = spread(0.99, 0.95, 0.9)
+    scores[1, 0] = 5 * (at * 1.1).clamp(max=1)
+    bits, rest, share = chosen(llama, RECIPE.replace("model", "prompt"), scores)[1].rates[0].tolist()
+    assert share <= MOST_ON_PROMPT
+    assert bits - rest <= 1
 
 
 def has_rates(store, rates: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ Tokens are ranked when they are packed: those of a prompt together, and generate
 
 Good for: the least memory that keeps every token, with allot=model.
 Bad for: time: reading a prompt takes longer, and allot=model measures the model first. allot=prompt needs no
-measurement, and loses facts that nothing in the prompt had looked at.
+measurement.
 """
 
 from __future__ import annotations

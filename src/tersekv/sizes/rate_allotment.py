@@ -32,6 +32,10 @@ CANDIDATES = (0.25, 0.5, 0.75, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 2.75, 3, 3.5, 4
 LEAST_ON_PROMPT = 0.75
 """Least bits with `allot=prompt`. A prompt does not show what its last quarter never looked at, and later text may."""
 
+MOST_ON_PROMPT = 3 / 4
+"""Largest share of a head's tokens that can have its higher rate with `allot=prompt`. If a head has read almost all
+tokens, no query has asked for the few others yet. A much lower rate for them saves few bytes and loses facts."""
+
 USUAL = (torch.arange(STEPS + 1) / STEPS).pow(0.1)
 """Spread that counts for all heads if it is unknown. Its form is that of most layers."""
 
@@ -67,7 +71,8 @@ def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, in
     sizes, most = _sizes(next(iter(own.values())), dims)
     if any(_sizes(plan, dims) != (sizes, most) for plan in own.values()):
         raise UserError(f"{asked(own)} needs the same method in all layers that are not exact; use allot=layer")
-    best = least_loss(spread[list(own)].double().flatten(0, 1), sizes, most)
+    share = MOST_ON_PROMPT if next(iter(own.values())).policy.waits else 1
+    best = least_loss(spread[list(own)].double().flatten(0, 1), sizes, most, share)
     rates = torch.tensor([[one.bits, one.rest, one.steps / STEPS] for one in best]).unflatten(0, (len(own), -1))
     return dict(plans) | {i: with_rates(plan, rates[k]) for k, (i, plan) in enumerate(own.items())}
 
@@ -77,15 +82,18 @@ def asked(plans: Mapping[int, LayerPlan]) -> str:
     return f"mixed: allot={next(iter(plans.values())).policy.options()['allot']}"
 
 
-def least_loss(received: Tensor, sizes: Mapping[float, float], most: float) -> list[Option]:
+def least_loss(received: Tensor, sizes: Mapping[float, float], most: float, share: float = 1) -> list[Option]:
     """Return the rates of each head that lose least.
 
     received: float64 [heads, STEPS + 1], a(k/STEPS) of each head. sizes: bytes of a token by bits.
-    most: mean bytes that a token may have.
+    most: mean bytes that a token may have. share: largest share of tokens with the higher rate.
     """
     pairs = [(a, b) for a in sizes for b in sizes if a > b]
     options = [
-        Option(a, b, k, (k * sizes[a] + (STEPS - k) * sizes[b]) / STEPS) for a, b in pairs for k in range(1, STEPS)
+        Option(a, b, k, (k * sizes[a] + (STEPS - k) * sizes[b]) / STEPS)
+        for a, b in pairs
+        for k in range(1, STEPS)
+        if k <= share * STEPS
     ]
     error = torch.tensor(
         [[Codec.expected_error(o.bits), Codec.expected_error(o.rest)] for o in options], dtype=torch.float64
