@@ -28,6 +28,7 @@ from tersekv.kernels.triton.leaves import (
     HAS_FACTOR,
     HAS_OFFSET,
     IS_INTEGER,
+    IS_SYMMETRIC,
     PADDED,
     SCALES,
     TO_COEFFICIENTS,
@@ -109,10 +110,17 @@ def _looked_up(bytes, places, upper):
 
 
 @triton.jit
-def _table_words(table, HIGH: tl.constexpr):
-    """Return the low or high bytes of 16 float16 entries as a tuple of four int32 [1, 1, 1]."""
+def _sevens(words):
+    """Return 7 for each code of four bits in int32 whose highest bit is set, else 0."""
+    highest = (words & -0x77777778).to(tl.uint32, bitcast=True)
+    return tl.umulhi(highest, tl.full((1, 1, 1), 0xE0000000, tl.uint32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _table_words(table, HIGH: tl.constexpr, WORDS: tl.constexpr):
+    """Return the low or high bytes of float16 entries as a tuple of int32 [1, 1, 1], four in each."""
     words = ()
-    for k in tl.static_range(4):
+    for k in tl.static_range(WORDS):
         word = 0
         for i in tl.static_range(4):
             entry = tl.load(table + (4 * k + i) + tl.zeros((1, 1, 1), tl.int32)).to(tl.float16)
@@ -137,8 +145,18 @@ def _columns(words, table, S: tl.constexpr, LEAF: tl.constexpr):
             low, high = tl.load(table + ((words >> 8 * k) & 15)), tl.load(table + ((words >> (8 * k + 4)) & 15))
             slices = slices + (_half(low) | (_half(high) << 16),)  # type: ignore[assignment]
         return _joined(slices)
+    elif S[LEAF][IS_SYMMETRIC]:
+        # An entry of the upper half is minus the one at the place with its three bits inverted.
+        low, high = _table_words(table, 0, 2), _table_words(table, 1, 2)
+        places, shifted = (words ^ _sevens(words)) & 0x77777777, words << 4
+        for half in tl.static_range(2):  # four codes
+            upper = _bytes(words, shifted, 0x3726 if half else 0x1504)
+            at = places >> 16 if half else places
+            first, second = _bytes(low[0], low[1], at), _bytes(high[0], high[1], at) ^ (upper & -0x7F7F7F80)
+            slices = slices + (_bytes(first, second, 0x5140), _bytes(first, second, 0x7362))  # type: ignore[assignment]
+        return _joined(slices)
     else:
-        low, high = _table_words(table, 0), _table_words(table, 1)
+        low, high = _table_words(table, 0, 4), _table_words(table, 1, 4)
         places, shifted = words & 0x77777777, words << 4
         for half in tl.static_range(2):  # four codes
             upper = _bytes(words, shifted, 0xBFAE if half else 0x9D8C)
