@@ -213,10 +213,18 @@ def _lanes(S: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def _words(leaf, b, h, n0, at, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Load words of lanes. at: offsets int64 from n0's block in words. Of int32 the compiler would compute an address
-    per load."""
-    return tl.load(block_at(leaf, CODES, b, h, n0, S, LEAF) + at, mask=ok, other=0)
+def _words(leaf, b, h, n0, n, T, unit, at, ok, S: tl.constexpr, LEAF: tl.constexpr):
+    """Load words of lanes. n: tokens counted from n0's block. unit: offsets of their words in a block. at: offsets
+    int64 from there. ok: mask of the words that are no padding, which is not used if no channels are.
+
+    Tokens after the last block are read from it, so that loads need no mask for tokens."""
+    last = tl.maximum(T - 1, 0) // S[LEAF][BLOCK] - n0 // S[LEAF][BLOCK]
+    block = tl.minimum(n // S[LEAF][BLOCK], last) * leaf[CODES + 3]
+    words = block_at(leaf, CODES, b, h, n0, S, LEAF) + (block + unit) + at
+    if S[LEAF][CHANNELS] == S[LEAF][PADDED]:
+        return tl.load(words)
+    else:
+        return tl.load(words, mask=ok, other=0)
 
 
 @triton.jit
@@ -233,10 +241,10 @@ def load_keys_slices(leaf, q, factor, b, h, n0, T, S: tl.constexpr, LEAF: tl.con
     R: tl.constexpr = q[0].shape[1]
     word = tl.arange(0, P * S[LEAF][BITS] // 32)[None, :, None]
     first = 32 * tl.arange(0, NB)[:, None, None]
-    n, i = from_block(n0, first, S, LEAF), first + tl.arange(0, 32)[None, None, :]
-    at = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + n % S[LEAF][BLOCK] * S[LEAF][WORDS]
-    at = at.to(tl.int64) + word.to(tl.int64) * 16 + _lanes(S, LEAF)
-    x = _words(leaf, b, h, n0, at, (word < S[LEAF][WORDS]) & (n0 + i < T), S, LEAF)
+    n = from_block(n0, first, S, LEAF)
+    first = n % S[LEAF][BLOCK] * S[LEAF][WORDS]
+    at = word.to(tl.int64) * 16 + _lanes(S, LEAF)
+    x = _words(leaf, b, h, n0, n, T, first, at, word < S[LEAF][WORDS], S, LEAF)
     x = _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
         token = 32 * tl.arange(0, NB)[:, None]
@@ -309,11 +317,10 @@ def _value_columns(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: t
     B: tl.constexpr = S[LEAF][BITS]
     word = tl.arange(0, B * NB)[None, :, None]
     c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, None, :]
-    i = word // B * 32
-    first = from_block(n0, i, S, LEAF)
-    at = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (B * 16) + word % B * 16
-    at = at.to(tl.int64) + tl.arange(0, G)[:, None, None].to(tl.int64) * (S[LEAF][WORDS] * 32) + _lanes(S, LEAF)
-    x = _words(leaf, b, h, n0, at, (c < S[LEAF][CHANNELS]) & (n0 + i < T), S, LEAF)
+    n = from_block(n0, word // B * 32, S, LEAF)
+    unit = (n % S[LEAF][BLOCK]) // 32 * (B * 16) + word % B * 16
+    at = tl.arange(0, G)[:, None, None].to(tl.int64) * (S[LEAF][WORDS] * 32) + _lanes(S, LEAF)
+    x = _words(leaf, b, h, n0, n, T, unit, at, c < S[LEAF][CHANNELS], S, LEAF)
     return _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
 
 
