@@ -160,7 +160,13 @@ def test_scores_alone(device, name, T, monkeypatch):
 
     torch.manual_seed(T)
     plan = launch.plan
-    monkeypatch.setattr(launch, "plan", lambda *call: plan(*call)._replace(splits=-(-T // 128), split_tokens=128))
+
+    def one_tile_per_split(*call):
+        chosen = plan(*call)
+        tile = 32 * chosen.blocks
+        return chosen._replace(splits=-(-T // tile), split_tokens=tile)
+
+    monkeypatch.setattr(launch, "plan", one_tile_per_split)
     keys, query = view(name, "keys", 2, 2, T).operand, torch.randn(2, 2, 5, 64)
     expected = right(reference, query, keys, torch.zeros(2, 2, T, 8), None, 0.125, None)[1]
     lse = triton.score_keys(query.to(device), moved(keys, device), 0.125).cpu()

@@ -26,14 +26,18 @@ def tuning(monkeypatch):
 
 
 def key(tuning, **changes):
-    return tuning.Key("sm_90", ((1, 4),), ((1, 4),), False, 8, 128)._replace(**changes)
+    return tuning.Key("sm_90", ((1, 4),), ((1, 4),), False, 8, 128, tuning.SLICES)._replace(**changes)
 
 
 def test_wide_heads_many_rows_and_rope_take_fewer_tokens(tuning):
     def tokens_of(**changes):
         return 32 * tuning.chosen(key(tuning, **changes)).blocks
 
-    assert tokens_of() == 128
+    assert tokens_of() == tokens_of(slices=0) == 128
+    integers = {"slices": tuning.INTEGERS}
+    assert tokens_of(**integers) == tokens_of(**integers, channels=64) == 256
+    assert tokens_of(**integers, channels=256) == tokens_of(**integers, rows=16) == 128
+    assert tokens_of(**integers, keys=((2, 4),)) == 128, "signs beside them need registers"
     assert tokens_of(channels=256) == tokens_of(rows=32) == 64
     assert tuning.chosen(key(tuning, rows=16)) == tuning.Shape(4, 4, 1)  # two stages would spill
     assert tokens_of(has_rope=True) == tokens_of(channels=256, has_rope=True) == 32
@@ -53,6 +57,24 @@ def test_unknown_gpus_use_the_smallest_program_except_for_grids_and_single_eleme
         grids = tuning.chosen(key(tuning, architecture=name))
         assert grids == (tuning.LEAST if name == "gfx942" else tuning.chosen(key(tuning)))
     assert tuning.chosen(key(tuning, architecture="")) == tuning.chosen(key(tuning))
+    other = [tuning.chosen(key(tuning, architecture=name, slices=0)).stages for name in ("sm_80", "sm_120", "sm_90")]
+    assert other == [1, 1, 2]  # two stages would spill
+
+
+def test_how_grids_are_read(tuning):
+    from tersekv.codecs import methods
+    from tersekv.kernels.triton import trees
+
+    def slices(method, has_rope=False, **options):
+        pair = methods()[method].build(**options)
+        codecs = zip((pair.keys, pair.values), ("keys", "values"), strict=True)
+        views = [(codec.view(codec.encode(tokens(1, 1, 64, 64)), 64).inner.operand, side) for codec, side in codecs]
+        leaves = [getattr(trees, side)(operand, CPU).leaves for operand, side in views]
+        return tuning.key_of(4, *leaves, CPU, has_rope).slices
+
+    assert slices("kivi", bits=4) == tuning.INTEGERS
+    assert slices("uniform", bits=4, axis="token", group=0) == slices("turboquant", bits=4.0) == tuning.SLICES
+    assert slices("kivi", bits=3) == slices("kivi", bits=4, has_rope=True) == slices("polarquant") == 0
 
 
 def test_measured_choices_have_priority(tuning):
@@ -131,7 +153,7 @@ def test_a_kernel_that_does_not_fit_is_made_smaller(monkeypatch):
             else:
                 with pytest.raises(UserError, match="cannot run attend_packed: out of resource"):
                     backends.attend_packed(*call)
-        assert tried == [(4, 2), (4, 1), (2, 1), (1, 1)]
+        assert tried == [(8, 2), (8, 1), (4, 1), (2, 1), (1, 1)]
         tried.clear()
         tuning.TABLE.clear()
         tuning.chosen.cache_clear()

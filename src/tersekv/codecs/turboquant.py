@@ -234,7 +234,8 @@ class TurboQuant(OutlierChannels):
         grid = self._grid(part)
         if grid is None:
             return None
-        return GridView(grid, planes, sphere_entries(grid.bits, part.dim, str(planes["codes"].device)))
+        table = sphere_entries(grid.bits, part.dim, str(planes["codes"].device))
+        return GridView(grid, planes, table, symmetric=True)
 
     def _signs_view(self, planes: PackedTensors, part: ChannelPart) -> SignsView:
         signs, norms = (planes[f"{part.name}{name}"] for name in ("signs", "norms"))

@@ -28,6 +28,7 @@ class GridSide(NamedTuple):
       N may have stride 0 (one range for all blocks). offset may be None (0).
     - table: the codebook, float32 [2**bits], or [B, 2**bits] if each batch row has its own.
     - integers: True if the table is 0 … 2**bits − 1, so that a kernel needs no look-up.
+    - symmetric: True if table[2**bits − 1 − i] = −table[i], so that a kernel looks up half of it.
     - factor: a second scale along the other axis, float16 or bfloat16, or None (1). axis "channel"
       of keys: [B, H, N, t], one per token. axis "token" of values: [B, H, N, D], one per channel of
       a block. Other grids have none.
@@ -45,6 +46,7 @@ class GridSide(NamedTuple):
     table: Tensor
     integers: bool = False
     factor: Tensor | None = None
+    symmetric: bool = False
 
     def native(self, native: ModuleType) -> Any:
         """Return the grid as an object of the C++ extension, which validates the tensors and keeps

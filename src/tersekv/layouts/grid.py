@@ -147,6 +147,8 @@ class GridView(View):
 
     scale, offset: given if they are stored once for all blocks, [B, H, D].
     integers: True if the codebook is 0 … 2^b − 1.
+    symmetric: True if its entries from the last to the first are those from the first to the last
+        times −1.
     """
 
     format = "grid"
@@ -159,6 +161,7 @@ class GridView(View):
         scale: Tensor | None = None,
         offset: Tensor | None = None,
         integers: bool = False,
+        symmetric: bool = False,
     ) -> None:
         N = planes["codes"].shape[2]
         self.side = GridSide(
@@ -174,6 +177,7 @@ class GridView(View):
             table=table,
             integers=integers,
             factor=planes.get("factor"),
+            symmetric=symmetric,
         )
 
     @property

@@ -28,6 +28,7 @@ from tersekv.kernels.triton.leaves import (
     HAS_FACTOR,
     HAS_OFFSET,
     IS_INTEGER,
+    IS_SYMMETRIC,
     PADDED,
     SCALES,
     TO_COEFFICIENTS,
@@ -109,10 +110,17 @@ def _looked_up(bytes, places, upper):
 
 
 @triton.jit
-def _table_words(table, HIGH: tl.constexpr):
-    """Return the low or high bytes of 16 float16 entries as a tuple of four int32 [1, 1, 1]."""
+def _sevens(words):
+    """Return 7 for each code of four bits in int32 whose highest bit is set, else 0."""
+    highest = (words & -0x77777778).to(tl.uint32, bitcast=True)
+    return tl.umulhi(highest, tl.full((1, 1, 1), 0xE0000000, tl.uint32)).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _table_words(table, HIGH: tl.constexpr, WORDS: tl.constexpr):
+    """Return the low or high bytes of float16 entries as a tuple of int32 [1, 1, 1], four in each."""
     words = ()
-    for k in tl.static_range(4):
+    for k in tl.static_range(WORDS):
         word = 0
         for i in tl.static_range(4):
             entry = tl.load(table + (4 * k + i) + tl.zeros((1, 1, 1), tl.int32)).to(tl.float16)
@@ -137,8 +145,18 @@ def _columns(words, table, S: tl.constexpr, LEAF: tl.constexpr):
             low, high = tl.load(table + ((words >> 8 * k) & 15)), tl.load(table + ((words >> (8 * k + 4)) & 15))
             slices = slices + (_half(low) | (_half(high) << 16),)  # type: ignore[assignment]
         return _joined(slices)
+    elif S[LEAF][IS_SYMMETRIC]:
+        # An entry of the upper half is minus the one at the place with its three bits inverted.
+        low, high = _table_words(table, 0, 2), _table_words(table, 1, 2)
+        places, shifted = (words ^ _sevens(words)) & 0x77777777, words << 4
+        for half in tl.static_range(2):  # four codes
+            upper = _bytes(words, shifted, 0x3726 if half else 0x1504)
+            at = places >> 16 if half else places
+            first, second = _bytes(low[0], low[1], at), _bytes(high[0], high[1], at) ^ (upper & -0x7F7F7F80)
+            slices = slices + (_bytes(first, second, 0x5140), _bytes(first, second, 0x7362))  # type: ignore[assignment]
+        return _joined(slices)
     else:
-        low, high = _table_words(table, 0), _table_words(table, 1)
+        low, high = _table_words(table, 0, 4), _table_words(table, 1, 4)
         places, shifted = words & 0x77777777, words << 4
         for half in tl.static_range(2):  # four codes
             upper = _bytes(words, shifted, 0xBFAE if half else 0x9D8C)
@@ -195,10 +213,18 @@ def _lanes(S: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def _words(leaf, b, h, n0, at, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Load words of lanes. at: offsets int64 from n0's block in words. Of int32 the compiler would compute an address
-    per load."""
-    return tl.load(block_at(leaf, CODES, b, h, n0, S, LEAF) + at, mask=ok, other=0)
+def _words(leaf, b, h, n0, n, T, unit, at, ok, S: tl.constexpr, LEAF: tl.constexpr):
+    """Load words of lanes. n: tokens counted from n0's block. unit: offsets of their words in a block. at: offsets
+    int64 from there. ok: mask of the words that are no padding, which is not used if no channels are.
+
+    Tokens after the last block are read from it, so that loads need no mask for tokens."""
+    last = tl.maximum(T - 1, 0) // S[LEAF][BLOCK] - n0 // S[LEAF][BLOCK]
+    block = tl.minimum(n // S[LEAF][BLOCK], last) * leaf[CODES + 3]
+    words = block_at(leaf, CODES, b, h, n0, S, LEAF) + (block + unit) + at
+    if S[LEAF][CHANNELS] == S[LEAF][PADDED]:
+        return tl.load(words)
+    else:
+        return tl.load(words, mask=ok, other=0)
 
 
 @triton.jit
@@ -215,10 +241,10 @@ def load_keys_slices(leaf, q, factor, b, h, n0, T, S: tl.constexpr, LEAF: tl.con
     R: tl.constexpr = q[0].shape[1]
     word = tl.arange(0, P * S[LEAF][BITS] // 32)[None, :, None]
     first = 32 * tl.arange(0, NB)[:, None, None]
-    n, i = from_block(n0, first, S, LEAF), first + tl.arange(0, 32)[None, None, :]
-    at = (n // S[LEAF][BLOCK]) * leaf[CODES + 3] + n % S[LEAF][BLOCK] * S[LEAF][WORDS]
-    at = at.to(tl.int64) + word.to(tl.int64) * 16 + _lanes(S, LEAF)
-    x = _words(leaf, b, h, n0, at, (word < S[LEAF][WORDS]) & (n0 + i < T), S, LEAF)
+    n = from_block(n0, first, S, LEAF)
+    first = n % S[LEAF][BLOCK] * S[LEAF][WORDS]
+    at = word.to(tl.int64) * 16 + _lanes(S, LEAF)
+    x = _words(leaf, b, h, n0, n, T, first, at, word < S[LEAF][WORDS], S, LEAF)
     x = _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
         token = 32 * tl.arange(0, NB)[:, None]
@@ -291,11 +317,10 @@ def _value_columns(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: t
     B: tl.constexpr = S[LEAF][BITS]
     word = tl.arange(0, B * NB)[None, :, None]
     c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, None, :]
-    i = word // B * 32
-    first = from_block(n0, i, S, LEAF)
-    at = (first // S[LEAF][BLOCK]) * leaf[CODES + 3] + ((first % S[LEAF][BLOCK]) // 32) * (B * 16) + word % B * 16
-    at = at.to(tl.int64) + tl.arange(0, G)[:, None, None].to(tl.int64) * (S[LEAF][WORDS] * 32) + _lanes(S, LEAF)
-    x = _words(leaf, b, h, n0, at, (c < S[LEAF][CHANNELS]) & (n0 + i < T), S, LEAF)
+    n = from_block(n0, word // B * 32, S, LEAF)
+    unit = (n % S[LEAF][BLOCK]) // 32 * (B * 16) + word % B * 16
+    at = tl.arange(0, G)[:, None, None].to(tl.int64) * (S[LEAF][WORDS] * 32) + _lanes(S, LEAF)
+    x = _words(leaf, b, h, n0, n, T, unit, at, c < S[LEAF][CHANNELS], S, LEAF)
     return _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
 
 

@@ -50,6 +50,8 @@ WIDE: tl.constexpr = tl.constexpr(14)
 """True if scales are bfloat16, which may exceed float16's range."""
 HAS_FACTOR: tl.constexpr = tl.constexpr(15)
 """True if a grid has a second scale, see `GridSide.factor`."""
+IS_SYMMETRIC: tl.constexpr = tl.constexpr(16)
+"""True if the table is symmetric, see `GridSide.symmetric`."""
 
 LEVELS: tl.constexpr = tl.constexpr(7)
 LEVEL_BITS: tl.constexpr = tl.constexpr(8)
@@ -272,7 +274,7 @@ class Readable:
         wide, factor = grid.scale.dtype is torch.bfloat16, grid.factor
         if factor is not None:
             fields += self.plane("a factor", factor, _HALVES, 1)
-        return Leaf(_spec(GRID, D, power(D, 32), t, *more, wide, factor is not None), fields)
+        return Leaf(_spec(GRID, D, power(D, 32), t, *more, wide, factor is not None, grid.symmetric), fields)
 
     def _polar(self, view: Any) -> Leaf:
         polar, bits = view.polar, view.polar.level_bits

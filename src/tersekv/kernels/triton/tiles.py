@@ -43,8 +43,9 @@ def power_of_two(most):
 @triton.jit
 def largest(x):
     """Return a power of two near the largest absolute value of a tile. Divided by it, the tile fits
-    float16."""
-    return power_of_two(tl.max(tl.reshape(tl.abs(x), (x.numel,)), axis=0))
+    float16. Bits of numbers are compared as integers, for which a warp has one instruction."""
+    bits = tl.reshape(tl.abs(x), (x.numel,)).to(tl.int32, bitcast=True)
+    return power_of_two(tl.max(bits, axis=0).to(tl.float32, bitcast=True))
 
 
 @triton.jit

@@ -2,7 +2,7 @@
 
 The derived choices for sm_90 (H100, H200) follow from the compiled code. With these tiles a
 multiprocessor's shared memory has room for one program, in most cases for two. On other GPUs grids
-take these tiles, too: they need 25 to 52 KiB, and a third of the instructions per code. Signs have
+take these tiles, too: they need 20 to 49 KiB, and a third of the instructions per code. Signs have
 tiles of 64 tokens there: they need 41 KiB, and half of the instructions. All other layouts have the
 smallest size there, which fits 64 KiB. If a kernel still does not fit, `shrink` makes its tiles smaller.
 `TABLE` is for choices measured by `benchmarks/launch_sizes.py`; it has none yet.
@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 
 from tersekv.kernels.triton import leaves as constants
+from tersekv.kernels.triton.grid_slices import sliced
 from tersekv.kernels.triton.leaves import Leaf
 
 PROGRAMS_PER_MULTIPROCESSOR = 4
@@ -45,7 +46,7 @@ class Shape(NamedTuple):
 
 class Key(NamedTuple):
     """Key of the cached choices: the GPU's architecture ("" for any), kinds and bits of leaves,
-    True if keys have RoPE, query rows and padded channels."""
+    True if keys have RoPE, query rows, padded channels, and how grids are read."""
 
     architecture: str
     keys: tuple[tuple[int, int], ...]
@@ -53,7 +54,12 @@ class Key(NamedTuple):
     has_rope: bool
     rows: int
     channels: int
+    slices: int = 0
 
+
+INTEGERS, SLICES = 2, 1
+"""Ways to read grids: all as slices of integers, with scales of groups; all as slices, see
+`grid_slices.py`. 0 is for all others."""
 
 TABLE: dict[Key, Shape] = {}
 """Measured choices. An architecture's own entry takes precedence over one for any."""
@@ -119,7 +125,16 @@ def key_of(R: int, keys: Sequence[Leaf], values: Sequence[Leaf], device: torch.d
     if channels <= WIDE and not has_rope and any(_scales_query(leaf) for leaf in keys):
         most = 16  # each block of tokens has a scaled query of its own, so 32 rows would spill
     rows = 8 if R <= 8 else 16 if R <= 16 else most
-    return Key(on, _kinds(keys), _kinds(values), has_rope, rows, channels)
+    return Key(on, _kinds(keys), _kinds(values), has_rope, rows, channels, 0 if has_rope else _slices(keys, values))
+
+
+def _slices(keys: Sequence[Leaf], values: Sequence[Leaf]) -> int:
+    """Return how grids are read: `INTEGERS`, `SLICES` or 0."""
+    grids = [leaf.spec for leaf in (*keys, *values) if leaf.spec[0] == constants.GRID.value and leaf.fields]
+    if not grids or not all(sliced(grids, i) for i in range(len(grids))):
+        return 0
+    integers, scales, of_groups = constants.IS_INTEGER.value, constants.SCALES.value, constants.TO_COEFFICIENTS.value
+    return INTEGERS if all(spec[integers] and spec[scales] == of_groups for spec in grids) else SLICES
 
 
 def _scales_query(leaf: Leaf) -> bool:
@@ -157,14 +172,17 @@ def chosen(key: Key) -> Shape:
     large = key.rows > 16 or key.has_rope or constants.ROTATED_MEAN.value in kinds
     if key.architecture not in HOPPER and (large or key.architecture.startswith("gfx")):
         return LEAST
-    blocks = TILES[small, key.has_rope] // (32 * key.channels)
+    blocks, most = TILES[small, key.has_rope] // (32 * key.channels), 4
     if not blocks:
         return LEAST
+    if kinds == {constants.GRID.value} and key.slices == INTEGERS and key.rows <= 8:
+        blocks, most = 2 * blocks, 8  # the others would spill
     # decoding element by element is bound by instructions: words that wait in shared memory only cost programs
     if kinds & SMALL:
         return Shape(min(blocks, 2), 4, 1)
-    stages = 1 if key.rows > 8 and constants.GRID.value in kinds and not small else 2  # 2 would spill
-    return Shape(min(blocks, 2 if small or (signs and key.architecture not in HOPPER) else 4), 4, stages)
+    of_grids, elsewhere = constants.GRID.value in kinds and not small, key.architecture not in HOPPER
+    stages = 1 if of_grids and (key.rows > 8 or (elsewhere and not key.slices)) else 2  # 2 would spill
+    return Shape(min(blocks, 2 if small or (signs and elsewhere) else most), 4, stages)
 
 
 def most_matrix(architecture: str) -> int:
