@@ -190,7 +190,8 @@ def page() -> Page:
         "Two threads, caches in turns in one process, medians of 2 or 3 rounds. The machines were shared, so times of "
         "different runs cannot be compared. Ratios can: they are of the same round, least and most. "
         "`trellis:bits=3,calibration=prompt` was the preset `default` in the earlier runs, before its packing became "
-        "faster. In these runs Gemma 3 was coded as `kivi:bits=4` with the presets, so their rows differ by chance.",
+        "faster. With the presets Gemma 3 was coded as `kivi:bits=4`, but for 8,192 tokens in the run `zen4`, so its "
+        "other rows differ by chance.",
         (
             Section(
                 "A prompt and a second turn",

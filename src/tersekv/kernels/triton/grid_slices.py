@@ -186,7 +186,7 @@ def _column(k, COLUMNS: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
         code = 2 * slice + j % 2
         pair, half, unit = word % B * D + code % D, code // D, slice * 0 + 1
     at = word // B * 32 + 2 * pair + half
-    if S[LEAF][IS_INTEGER]:  # two columns are neighbours, which the compiler does not see
+    if S[LEAF][IS_INTEGER]:  # columns 2i and 2i + 1 are neighbours; the compiler cannot derive that
         RUN: tl.constexpr = (2,) if len(k.shape) == 1 else (1, 2) if k.shape[0] == 1 else (2, 1)
         at = tl.max_contiguous(tl.multiple_of(at, RUN), RUN)
     return at, unit
