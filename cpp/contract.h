@@ -3,6 +3,7 @@
 // values. Strides count elements.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 #include "rope_view.h"
@@ -261,12 +262,29 @@ struct Call {
   int64_t id = 0;  // unique within the process
 };
 
+// Floats that a view, or the first part of a view, consists of; null if it is packed.
+static inline const DenseView* floats_of(const View& view) {
+  const View& first = view.kind == Kind::concat ? view.parts[0] : view;
+  return first.kind == Kind::exact ? &first.dense : nullptr;
+}
+
+// True if tiles of the call are multiplied in bfloat16.
+static inline bool rounds_tiles(const Call& call) {
+  return call.rounded_rows && (call.rounded_query || (call.shared && !floats_of(*call.keys)));
+}
+
 // Query rows [row, row + rows) of one head over units [first, last). Results go to out and lse,
 // laid out as in Call.
 struct Task {
   int64_t b = 0, h = 0, row = 0, rows = 0, first = 0, last = 0;
   float* out = nullptr;
   float* lse = nullptr;
+};
+
+// The part of a task that reads one call. Parts of a task have the same rows, out and lse.
+struct Part {
+  const Call* call;
+  Task task;
 };
 
 // Tokens of a mask, and room for their scores [B, H, R, stride].
@@ -310,7 +328,7 @@ struct Decode {
 struct Kernels {
   const char* name;
   double ns_per_product;
-  void (*attend)(const Call&, const Task&);
+  void (*attend)(const Part* parts, int64_t count);  // more than one: of calls with tiles
   void (*merge)(const Merge&);
   void (*mean_scores)(const MeanScores&, const Task&);  // of positions [task.first, task.last)
   void (*decode)(const Decode&, int64_t task);
@@ -327,6 +345,19 @@ struct Kernels {
 // Return 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.
 float* scratch(int64_t floats);
 void reset_scratch();
+
+// Returns what was taken from scratch memory since its construction.
+class ScratchScope {
+ public:
+  ScratchScope();
+  ~ScratchScope();
+  ScratchScope(const ScratchScope&) = delete;
+  ScratchScope& operator=(const ScratchScope&) = delete;
+
+ private:
+  std::size_t slab_;
+  int64_t used_;
+};
 
 // Return room for `count` objects in scratch memory. They are not initialised.
 template <class T>

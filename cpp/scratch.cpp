@@ -66,10 +66,14 @@ struct Arena {
     return piece;
   }
 
-  void reset() {
-    for (size_t i = 0; i <= slab && i < slabs.size(); i++) close(slabs[i].memory.get(), slabs[i].floats);
-    slab = 0;
-    used = 0;
+  // Return the pieces after the first `floats` of slab number `from`.
+  void reset(size_t from, int64_t floats) {
+    for (size_t i = from; i <= slab && i < slabs.size(); i++) {
+      const int64_t kept = i == from ? floats : 0;
+      close(slabs[i].memory.get() + kept, slabs[i].floats - kept);
+    }
+    slab = from;
+    used = floats;
   }
 };
 
@@ -85,7 +89,10 @@ thread_local ThreadBuffer kept;
 
 float* scratch(int64_t floats) { return arena.take(floats); }
 
-void reset_scratch() { arena.reset(); }
+void reset_scratch() { arena.reset(0, 0); }
+
+ScratchScope::ScratchScope() : slab_(arena.slab), used_(arena.used) {}
+ScratchScope::~ScratchScope() { arena.reset(slab_, used_); }
 
 float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled) {
   const KeptKey& last = kept.key;

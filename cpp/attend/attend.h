@@ -71,7 +71,7 @@ struct Workspace {
   // multiplied by `factor`. Return false if no row sees any of the tokens, so that the values need not be read.
   template <class S>
   bool weigh_chunk(const Call& call, const Task& task, int64_t row, int64_t rows, int64_t token, int64_t count,
-                   float factor) {
+                   float factor) const {
     const Scores& how = call.scores;
     bool any = false;
     for (int64_t r = row; r < row + rows; r++) {
@@ -161,12 +161,6 @@ inline void start_scores(const Call& call, const Task& task, int64_t row, int64_
   for (int64_t i = 0; i < count; i++) score[i] = from[i];
 }
 
-// Floats that a view, or the first part of a view, consists of; null if it is packed.
-inline const DenseView* floats_of(const View& view) {
-  const View& first = view.kind == Kind::concat ? view.parts[0] : view;
-  return first.kind == Kind::exact ? &first.dense : nullptr;
-}
-
 // True if the values are the first channels of the keys.
 inline bool are_shared(const Call& call) {
   if (call.adds_mean) return false;
@@ -176,26 +170,22 @@ inline bool are_shared(const Call& call) {
          keys->stride_h == values.stride_h && keys->stride_t == values.stride_t;
 }
 
-// Attend tile by tile: decode a tile of tokens of any layout, and multiply it with all query rows of the task. Hidden
-// tokens of a tile must be finite. Values that are the first channels of their keys are decoded once. Products are of
-// bfloat16 where the model's are, and with latents, because a code of up to 8 bits is further from its number than
-// bfloat16 is.
+// Number of tokens of a tile, a multiple of the call's units.
+inline int64_t tile_tokens(const Call& call) {
+  const int64_t channels = round_up(call.D, kLanes) + round_up(call.Dv, kLanes), unit = call.tokens_per_unit;
+  int64_t wanted = least(kTileTokens, kTileElements / channels / kLanes * kLanes);
+  if (wanted < kLeastTileTokens) wanted = kLeastTileTokens;
+  return unit >= wanted ? unit : wanted / unit * unit;
+}
+
+// Attend to the tokens of one call, see `attend_tiles`. factor: of the scores, see `Workspace::weigh_chunk`.
 template <class S>
-void attend_tiles(const Call& call, const Task& task) {
+void add_tiles(const Call& call, const Task& task, const Workspace& w, float factor) {
   const bool shared = are_shared(call), packed = !shared && call.keys->kind != Kind::exact;
   const int64_t unit = call.tokens_per_unit, D = call.D, Dv = call.Dv;
   const int64_t width = round_up(D, kLanes), out_width = round_up(Dv, kLanes);
-  int64_t wanted = least(kTileTokens, kTileElements / (width + out_width) / kLanes * kLanes);
-  if (wanted < kLeastTileTokens) wanted = kLeastTileTokens;
-  const int64_t chunk = unit >= wanted ? unit : wanted / unit * unit, most = round_up(chunk, kLanes);
-  const bool rounds = call.rounded_rows && (call.rounded_query || (call.shared && !floats_of(*call.keys)));
-  // Queries of bfloat16 are scaled by a power of two, so that they are not rounded again.
-  const bool twice = rounds && call.rounded_query;
-  const float scaling = twice ? power_of_two(call.scores.scaling) : call.scores.scaling;
-  const float factor = twice ? call.scores.scaling / scaling : 1.0f;
-  Workspace w(call, task, chunk, least(kTileRows, task.rows), scaling);
-  if (task.first == task.last) return w.finish(call, task);
-  const RowProduct& product = rounds ? *call.rounded_rows : TERSEKV_BUILD(row_product)();
+  const int64_t chunk = tile_tokens(call), most = round_up(chunk, kLanes);
+  const RowProduct& product = rounds_tiles(call) ? *call.rounded_rows : TERSEKV_BUILD(row_product)();
   const Span later{};
   int64_t shift = 0;
   Node keys = node_of(call.keys, call, task, shift, later), values = node_of(call.values, call, task, shift, later);
@@ -237,13 +227,36 @@ void attend_tiles(const Call& call, const Task& task) {
                        w.sum + row * w.sum_stride, w.sum_stride);
     }
   }
-  w.finish(call, task);
+}
+
+// Attend tile by tile: decode a tile of tokens of any layout, and multiply it with all query rows of the task. Hidden
+// tokens of a tile must be finite. Values that are the first channels of their keys are decoded once. Products are of
+// bfloat16 where the model's are, and with latents, because a code of up to 8 bits is further from its number than
+// bfloat16 is. All calls add to the same sums.
+template <class S>
+void attend_tiles(const Part* parts, int64_t count) {
+  const Call& any = *parts->call;
+  // Queries of bfloat16 are scaled by a power of two, so that they are not rounded again.
+  const bool twice = rounds_tiles(any) && any.rounded_query;
+  const float scaling = twice ? power_of_two(any.scores.scaling) : any.scores.scaling;
+  const float factor = twice ? any.scores.scaling / scaling : 1.0f;
+  int64_t most = 0;
+  for (int64_t i = 0; i < count; i++)
+    if (const int64_t own = tile_tokens(*parts[i].call); own > most) most = own;
+  const Workspace w(any, parts->task, most, least(kTileRows, parts->task.rows), scaling);
+  for (int64_t i = 0; i < count; i++) {
+    const ScratchScope scope;
+    if (parts[i].task.first < parts[i].task.last) add_tiles<S>(*parts[i].call, parts[i].task, w, factor);
+  }
+  w.finish(any, parts->task);
 }
 
 template <class S>
-void attend_task(const Call& call, const Task& task) {
+void attend_task(const Part* parts, int64_t count) {
   reset_scratch();
-  if (call.tiles) return attend_tiles<S>(call, task);
+  if (parts->call->tiles) return attend_tiles<S>(parts, count);
+  const Call& call = *parts->call;
+  const Task& task = parts->task;
   const int64_t unit = call.tokens_per_unit, chunk = unit >= kChunkTokens ? unit : kChunkTokens / unit * unit;
   Workspace w(call, task, chunk, task.rows, call.scores.scaling);
   if (task.first == task.last) return w.finish(call, task);  // views without tokens may have no memory at all

@@ -16,8 +16,7 @@ namespace tersekv {
 namespace {
 
 constexpr int64_t kRowBlock = 32;         // rows whose scores fit the L2 cache
-constexpr int64_t kTilesRowBlock = 512;   // rows for which a tile of tokens is packed once
-constexpr int64_t kCodedRowBlock = 2048;  // the same for a tile that is decoded
+constexpr int64_t kTileFloats = 1 << 18;  // queries and sums that do; tiles are decoded once for so many
 constexpr int64_t kTilesLeastRows = 32;   // rows from which it pays to pack floats into panels
 constexpr double kTaskNs = 15000.0;       // minimum duration of a task
 
@@ -35,17 +34,19 @@ bool reads_all_angles(const Call& call, const View& view) {
   return any;
 }
 
+// Return the number of rows of a task.
+int64_t row_block(const Call& call) {
+  if (!call.tiles) return kRowBlock;
+  const int64_t most = std::max(kTileFloats / (call.D + call.Dv), kRowBlock);
+  return round_up(ceil_div(call.R, ceil_div(call.R, most)), kRowBlock);
+}
+
 // Tasks over the heads, blocks of rows and splits of tokens of a call. `first`: number of the first.
 struct HeadTasks {
   const Call* call;
   int64_t first = 0, block, row_blocks, splits = 1;
 
-  explicit HeadTasks(const Call& of)
-      : call(&of),
-        block(!of.tiles                      ? kRowBlock
-              : of.keys->kind == Kind::exact ? kTilesRowBlock
-                                             : kCodedRowBlock),
-        row_blocks(ceil_div(of.R, block)) {}
+  explicit HeadTasks(const Call& of) : call(&of), block(row_block(of)), row_blocks(ceil_div(of.R, block)) {}
   int64_t heads() const { return call->B * call->H; }
   int64_t tasks() const { return heads() * row_blocks * splits; }
   int64_t split_of(int64_t index) const { return index / heads() / row_blocks; }
@@ -63,30 +64,50 @@ struct HeadTasks {
   }
 };
 
-// The tasks of one call. `out` and `lse` belong to its first split.
+// The tasks of one call, or of consecutive calls with tiles, which a task reads one after the other. `out` and `lse`
+// belong to the first split.
 struct CallTasks : HeadTasks {
-  int64_t longest = 0;  // most units of a head
-  double ns;
+  int64_t count = 0;    // of calls, from `call` on
+  int64_t longest = 0;  // most units of a head in a call
+  double ns = 0;
   float* out = nullptr;  // [splits] of [B, H, R, Dv]
   float* lse = nullptr;  // [splits] of [B, H, R]
 
-  explicit CallTasks(const Call& of) : HeadTasks(of) {
-    const int64_t rows = std::max<int64_t>(of.R, of.keys->kind == Kind::exact ? 2 : kFewRows);
-    for (int64_t head = 0; head < heads(); head++) longest = std::max(longest, end(head) - start(head));
-    const double products = static_cast<double>(tokens() * rows) * static_cast<double>(of.D + of.Dv);
-    ns = products * current().ns_per_product;
+  explicit CallTasks(const Call& of) : HeadTasks(of) {}
+
+  // True if tasks can read the next call too.
+  bool takes(const Call& of) const {
+    return call->tiles && of.tiles && call->scores.bias == of.scores.bias && rounds_tiles(*call) == rounds_tiles(of);
   }
 
-  // Return the number of tokens of all heads.
-  int64_t tokens() const { return call->ends ? call->T : heads() * call->T; }
+  void add(const Call& of) {
+    count++;
+    const int64_t rows = std::max<int64_t>(of.R, of.keys->kind == Kind::exact ? 2 : kFewRows);
+    for (int64_t head = 0; head < heads(); head++) longest = std::max(longest, end(of, head) - start(of, head));
+    const auto tokens = static_cast<double>(of.ends ? of.T : heads() * of.T);
+    ns += tokens * static_cast<double>(rows * (of.D + of.Dv)) * current().ns_per_product;
+  }
+
+  // Return the number of tokens of the longest head, relative to the mean.
+  double longest_share() const {
+    int64_t most = 0, all = 0;
+    for (int64_t head = 0; head < heads(); head++) {
+      int64_t own = 0;
+      for (const Call* of = call; of < call + count; of++)
+        own += (end(*of, head) - start(*of, head)) * of->tokens_per_unit;
+      most = std::max(most, own);
+      all += own;
+    }
+    return static_cast<double>(most * heads()) / static_cast<double>(all);
+  }
 
   // Return a head's first unit, and the one after its last.
-  int64_t start(int64_t head) const { return call->ends && head ? end(head - 1) : 0; }
-  int64_t end(int64_t head) const { return (call->ends ? call->ends[head] : call->T) / call->tokens_per_unit; }
+  static int64_t start(const Call& of, int64_t head) { return of.ends && head ? end(of, head - 1) : 0; }
+  static int64_t end(const Call& of, int64_t head) { return (of.ends ? of.ends[head] : of.T) / of.tokens_per_unit; }
 
   // Return the first unit of a head's split. From there on kernels read whole vectors of tokens.
-  int64_t begin(int64_t head, int64_t split) const {
-    const int64_t grain = call->tokens_per_unit % kLanes ? kLanes : 1, from = start(head), own = end(head) - from;
+  int64_t begin(const Call& of, int64_t head, int64_t split) const {
+    const int64_t grain = of.tokens_per_unit % kLanes ? kLanes : 1, from = start(of, head), own = end(of, head) - from;
     return from + (split == splits ? own : own * split / splits / grain * grain);
   }
 
@@ -94,17 +115,26 @@ struct CallTasks : HeadTasks {
   int64_t last_position(int64_t index) const {
     const int64_t head = index % heads();
     const HeadMarks marks = marks_of(*call->start_marks, head / call->H, head % call->H);
-    return marks.position(marks.skip + begin(head, split_of(index) + 1) * call->tokens_per_unit - 1);
+    return marks.position(marks.skip + begin(*call, head, split_of(index) + 1) * call->tokens_per_unit - 1);
   }
 
   void run(int64_t index) const {
     const int64_t split = split_of(index), rows = heads() * call->R, head = index % heads();
     Task one = task(index);
-    one.first = begin(head, split);
-    one.last = begin(head, split + 1);
     one.out = out + split * rows * call->Dv;
     one.lse = lse + split * rows;
-    current().attend(*call, one);
+    const auto part = [&](const Call& of) {
+      one.first = begin(of, head, split);
+      one.last = begin(of, head, split + 1);
+      return Part{&of, one};
+    };
+    if (count == 1) {
+      const Part only = part(*call);
+      return current().attend(&only, 1);
+    }
+    std::vector<Part> parts;
+    for (const Call* of = call; of < call + count; of++) parts.push_back(part(*of));
+    current().attend(parts.data(), count);
   }
 };
 
@@ -113,8 +143,7 @@ struct CallTasks : HeadTasks {
 void split(CallTasks& of, int threads) {
   const int64_t tasks = of.tasks();
   if (threads > 1 && of.longest) {
-    const double share = static_cast<double>(of.longest * of.call->tokens_per_unit * of.heads()) /
-                         static_cast<double>(of.tokens());  // of the longest head, relative to the mean
+    const double share = of.longest_share();
     const int64_t wanted = static_cast<int64_t>(std::ceil(4 * threads * share / static_cast<double>(tasks))),
                   worth = static_cast<int64_t>(of.ns * share / kTaskNs) / tasks;
     of.splits = std::max<int64_t>(1, std::min({wanted, worth, of.longest}));
@@ -236,7 +265,6 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
   if (rows == 0) return;
   AttentionTasks all;
-  double ns = 0;
   for (Call& call : calls) {
     call.id = ++numbers;
     call.grid_product = current().grid_product;
@@ -247,9 +275,14 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     call.polar = current().polar;
     call.tiles |= call.shared ||
                   (call.R >= kTilesLeastRows && call.keys->kind == Kind::exact && call.values->kind == Kind::exact);
-    all.calls.emplace_back(call);
-    ns += all.calls.back().ns;
   }
+  for (size_t i = 0; i < calls.size(); i++) {
+    const bool mapped = map.given() && i == map.first;  // sums of these are transformed
+    if (i == 0 || mapped || !all.calls.back().takes(calls[i])) all.calls.emplace_back(calls[i]);
+    all.calls.back().add(calls[i]);
+  }
+  double ns = 0;
+  for (const CallTasks& of : all.calls) ns += of.ns;
   const int most = threads;
   if (ns < team_worth_ns()) threads = 1;
   int64_t tasks = 0, parts = 0;
@@ -272,9 +305,8 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   const auto part_at = [&](int64_t part) { return partial.get() + part * rows * (Dv + 1); };
   std::vector<const float*> outs, lses;
   size_t unmapped = 0;  // number of parts of calls before `map.first`
-  for (size_t i = 0; i < calls.size(); i++) {
-    CallTasks& of = all.calls[i];
-    if (i == map.first) unmapped = outs.size();
+  for (CallTasks& of : all.calls) {
+    if (maps && of.call == &calls[map.first]) unmapped = outs.size();
     const bool alone = parts == 1 && !maps;
     float* to = alone ? out : part_at(static_cast<int64_t>(outs.size()));
     of.out = to;
