@@ -27,6 +27,10 @@ BY_LAYER = ("no_rope_layers", "layer_rope_theta")
 NOT_TEXT = ("Vision", "Audio")
 """Words in names of classes that encode images or sound."""
 
+MOST_BUILT = 8
+_built: dict[tuple[str, str | None], Rope] = {}
+"""RoPE by config and layer type, for further caches of the same model: to build and check one takes 40 ms or more."""
+
 
 class KeyProbe(Exception):  # noqa: N818  # it stops an attention module whose keys are known
     """In place of a cache: see if keys depend on the angles of RoPE, then raise itself."""
@@ -61,7 +65,7 @@ class Ropes:
         kind = self._kind(layer)
         if kind not in self._known:
             try:
-                self._known[kind] = self._make(kind)
+                self._known[kind] = self._shared(kind)
             except UserError:
                 raise
             except Exception as error:  # the model's own code may raise any error
@@ -172,6 +176,16 @@ class Ropes:
                     if exact or not any(word in name for word in NOT_TEXT):
                         found.append((not exact, len(found), made))
         return min(found, default=(True, 0, None))[-1]
+
+    def _shared(self, kind: str | None) -> Rope:
+        config = self.config
+        key = f"{type(config).__module__} {self.head_dim} {config.to_json_string(use_diff=False)}", kind
+        if key not in _built:
+            made = self._make(kind)
+            if len(_built) >= MOST_BUILT:
+                _built.clear()
+            _built[key] = made
+        return _built[key]
 
     def _make(self, kind: str | None) -> Rope:
         config, made = self.config, self._class("RotaryEmbedding")
