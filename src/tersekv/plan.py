@@ -14,6 +14,10 @@ from tersekv.policies import TokenPolicy
 LEAST_EXPECTED = 1536
 """Tokens that a sequence is expected to reach, if its first call is shorter. A chat begins so."""
 
+WINDOW_BITS = 4.0
+"""Least bits of layers with a sliding window whose policy chooses rates on the prompt. They hold few tokens, and have
+one rate, which cannot follow the attention."""
+
 
 class LayerPlan(NamedTuple):
     """Codecs and token policy of one layer.
@@ -77,5 +81,11 @@ class LayerPlan(NamedTuple):
         if fixed:  # such a policy needs the codec's rates or its tokens' places
             return self
         held = max(tokens, LEAST_EXPECTED) if window is None else window
-        keys, values = self.keys.in_layer(held, key_dim), self.values.in_layer(held, value_dim)
+
+        def chosen(codec: Codec, head_dim: int) -> Codec:
+            if self.policy.waits and codec.has_rates:
+                codec = codec.at_rate(max(WINDOW_BITS, getattr(codec, "bits", 0)))
+            return codec.in_layer(held, head_dim)
+
+        keys, values = chosen(self.keys, key_dim), chosen(self.values, value_dim)
         return self._replace(keys=keys, values=values)

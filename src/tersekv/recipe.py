@@ -5,7 +5,8 @@
     method  = name [":" option "=" value {"," ...}]         window:sinks=8,recent=64+kivi:bits=4,pre_rope=true
     layers  = "3" | "0-14" | "-1"                           -1 is the last layer
 
-A coder can also be the name of a preset: `default` or `safe`, as in snapkv:budget=0.25+safe.
+A coder can also be the name of a preset: `default` or `safe`, as in snapkv:budget=0.25+safe. `small`, which has a
+policy, is a whole recipe.
 """
 
 from __future__ import annotations
@@ -22,23 +23,20 @@ from tersekv.codecs.common.centred import with_centre
 from tersekv.errors import UserError, hint, of_other_tools
 from tersekv.plan import LayerPlan as LayerPlan
 from tersekv.policies import TokenPolicy, policies
+from tersekv.policies.mixed import RECOMMENDED
 
 PRESETS = {
     "default": "trellis:bits=3.5,calibration=prompt",
     "safe": "trellis:bits=4,calibration=prompt",
+    "small": RECOMMENDED,
 }
-"""Named coders that need no calibration and find in long texts what the full cache finds.
-
-Reasons are in docs/recipes.md. Commands use `default` if no recipe is given.
-"""
+"""Named recipes that need no calibration and find in long texts what the full cache finds (docs/recipes.md).
+Commands use `default` if no recipe is given."""
 
 DEFAULT_POLICY = "window"
 
-PRE_ROPE = "pre_rope"
-"""Name of an option that every method has: if true, keys are coded before RoPE."""
-
-CENTRE = "centre"
-"""Name of an option that every method has: if true, the mean of keys before RoPE is removed."""
+PRE_ROPE, CENTRE = "pre_rope", "centre"
+"""Options that every method has: keys are coded before RoPE; the mean of keys before RoPE is removed."""
 
 CALIBRATION = "calibration"
 """Name of the option that says where fitted tensors are from. Every method with `centre=true` has it."""
@@ -102,7 +100,7 @@ class Recipe:
                 f"a recipe is a string like 'kivi:bits=4', got {recipe!r}; `tersekv list` shows the methods"
             )
         head, *rest = _without_spaces(recipe).split(";")
-        policy, plus, coder = head.rpartition("+")
+        policy, plus, coder = PRESETS.get(head, head).rpartition("+")
         _check_order(policy, plus, coder)
         tokens = _term(policy, policies(), "token policy") if plus else Term(DEFAULT_POLICY)
         overrides = [_override(part, recipe) for part in rest]
@@ -235,7 +233,10 @@ def _build(term: Term) -> Pair:
 
 
 def _coder(text: str) -> Coder:
-    keys, slash, values = PRESETS.get(text, text).partition("/")
+    coder = PRESETS.get(text, text)
+    if "+" in coder:
+        raise UserError(f"{text} is a preset with a token policy of its own; use it alone, or write {coder}")
+    keys, slash, values = coder.partition("/")
     _check_presets(keys, values, text)
     return Coder(_term(keys, methods(), "method"), _term(values, methods(), "method") if slash else None)
 

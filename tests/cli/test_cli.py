@@ -104,7 +104,7 @@ def test_list_of_one(capfd: pytest.CaptureFixture[str]) -> None:
     for name in (row["name"] for row in (*rows["methods"], *rows["policies"])):
         one = run_json(capfd, "list", name)
         assert one["good_for"][-1] == one["bad_for"][-1] == "."
-    assert run_json(capfd, "list", "mixed")["bad_for"].endswith("allot=prompt needs no measurement.")
+    assert run_json(capfd, "list", "mixed")["bad_for"].endswith("allot=model measures the model first.")
     one = run_json(capfd, "list", "default")
     assert (one["options"]["bits"], one["options"]["calibration"], one["fits_on"]) == (3.5, "prompt", "prompt")
     assert one["bits"]["64"]["mean"] > 3.5

@@ -18,7 +18,7 @@ from tersekv.recipe import PRESETS, Recipe
 FOUND = {"vllm": "0.32.0", "tersekv": "0.1.0", "device": "cpu", "plugin": True}
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("name", ["default", "safe"])
 def test_presets_are_calibrated_once_per_model(name):
     assert "calibration=prompt" in PRESETS[name]
     assert str(serve.servable(Recipe.parse(name))) == PRESETS[name].replace(",calibration=prompt", "").replace(

@@ -178,9 +178,16 @@ def test_invalid_numbers():
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_recipes_by_name(name):
     assert Recipe.parse(name) == Recipe.parse(PRESETS[name])
-    assert Recipe.parse(f"snapkv:budget=0.25+{name};0=exact").coder == Recipe.parse(PRESETS[name]).coder
-    assert str(Recipe.parse(name)) == str(Recipe.parse(PRESETS[name]))
+    assert Recipe.parse(f"{name};0=exact").coder == Recipe.parse(PRESETS[name]).coder
+    assert str(Recipe.parse(name)) == PRESETS[name]
     assert Recipe.parse(name).plan(0, 1).keys.fits_on != "corpus"
+
+
+def test_a_preset_with_a_policy_takes_no_other():
+    assert Recipe.parse("snapkv:budget=0.25+default;0=exact").coder == Recipe.parse("default").coder
+    for recipe in ("snapkv+small", "kivi:bits=2;0=small"):
+        with pytest.raises(UserError, match=r"small is a preset with a token policy of its own; use it alone"):
+            Recipe.parse(recipe)
 
 
 def test_a_preset_is_known_by_name():

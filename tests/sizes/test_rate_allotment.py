@@ -27,7 +27,7 @@ from tersekv.codecs.codebooks.bits import SQUARED_ERROR
 from tersekv.errors import UserError
 from tersekv.models.config import cache_shape
 from tersekv.models.fingerprint import architecture, fingerprint
-from tersekv.recipe import Recipe
+from tersekv.recipe import PRESETS, Recipe
 from tersekv.sizes.cache_size import CacheShape
 from tersekv.sizes.estimate import predict
 from tersekv.sizes.rate_allotment import MOST_ON_PROMPT, allotted
@@ -298,6 +298,26 @@ def test_estimate_is_near_what_is_held(llama, tmp_path):
         read(llama, cache, [prompt(2000)])
     predicted = predict(cache_shape(llama.config), Recipe.parse(RECIPE), 2000).total_bytes
     assert cache.footprint().total_bytes == pytest.approx(predicted, rel=0.01)
+
+
+def test_layers_with_a_window_and_wide_heads_get_more_bits():
+    """One rate for few tokens cannot follow the attention, and wide heads lose facts at low rates."""
+    plan = Recipe.parse("small").plan(0, 2)
+    sliding = plan.in_layer(4096, 4096, 64, 64)
+    assert [codec.bits for codec in (sliding.keys, sliding.values)] == [4, 4]
+    assert plan.in_layer(4096, 512, 256, 256).keys == Recipe.parse("default").plan(0, 2).in_layer(9, 512, 256, 256).keys
+    more = Recipe.parse(PRESETS["small"].replace("1.7", "5")).plan(0, 2)
+    assert more.in_layer(4096, 4096, 64, 64).keys.bits == 5
+    curves = (torch.arange(STEPS + 1) / STEPS).pow(0.1).expand(2, 2, -1)
+
+    def mean(D: int) -> float:
+        rates = torch.cat(
+            [one.rates for one in allotted({0: plan, 1: plan._replace(layer=1)}, curves, (D, D)).values()]
+        )
+        return float((rates[:, 2] * rates[:, 0] + (1 - rates[:, 2]) * rates[:, 1]).mean())
+
+    assert 1.5 < mean(128) < 1.75
+    assert 3.3 < mean(256) < 3.55
 
 
 @pytest.mark.parametrize("options", ["", ",sinks=0,recent=0,bias_correction=full"])

@@ -32,7 +32,7 @@ Json = Annotated[bool, typer.Option("--json", help="Print only one line of JSON 
 Form = Literal["text", "md", "csv", "json"]
 MODEL_HELP = "Model: smollm2, a folder, a GGUF file (also on the Hub: owner/name:file.gguf), or a Hub id."
 DEFAULT_RECIPE = "default"
-RECIPE_HELP = "Recipe: a preset (default or safe) or for example kivi:bits=4. See `tersekv list`."
+RECIPE_HELP = "Recipe: a preset (default, safe, small) or for example kivi:bits=4. See `tersekv list`."
 WIDTH_WHEN_PIPED = 132
 NARROW = 120
 """Width below which progress has no bar, and its description is cut, so that the times stay whole."""

@@ -56,7 +56,7 @@ INSTALL = (
 )
 
 RECIPE = (
-    "Recipe: a preset (default or safe) or for example kivi:bits=4. With vLLM a preset's codec is calibrated "
+    "Recipe: a preset (default, safe, small) or for example kivi:bits=4. With vLLM a preset's codec is calibrated "
     "once per model, because pages are shared by prompts."
 )
 

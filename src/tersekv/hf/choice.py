@@ -1,6 +1,6 @@
 """Choose a recipe for a model, a length and a memory.
 
-Candidates, the closest to the full cache first, are `safe`, `default`, and two rates chosen by attention.
+Candidates, the closest to the full cache first, are `safe`, `default` and `small`.
 Without a memory, `default` is chosen. With one, the first that fits beside the weights is. What the
 candidates lose was measured on three models (docs/measured/presets.md).
 """
@@ -11,15 +11,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tersekv.errors import UserError
 from tersekv.hf.facts import Known, bias_fault, load_known, most_tokens, of_config, refusals
-from tersekv.policies.mixed import RECOMMENDED as LEAST
 from tersekv.units import LONGEST, human_bytes, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-RATE, WIDE_RATE, WIDE = 1.7, 3.0, 256
-"""Bits of the recipe for the least memory, and those for heads of `WIDE` channels, because with 1.7 bits Gemma 3 270M
-misses facts."""
+WIDE = 256
+"""Channels of a head from which on `safe` and `default` are alike."""
 
 FEW_TOKENS = 1024
 """Length below which little is gained."""
@@ -32,8 +30,7 @@ CLOSE = (
     "on wikitext hardly a token changes on three models, and passkeys up to 4,096 tokens are found as before; on web "
     "pages more changes, so try your text"
 )
-MISSES = "; it first measures the model for minutes, and lost 2 of 17 passkeys at 8,192 tokens on SmolLM2"
-"""Findings about `default` and the recipe for the least memory, from docs/measured/presets.md and rates.md."""
+"""Findings about `default`, from docs/measured/presets.md."""
 
 
 class Choice(NamedTuple):
@@ -91,8 +88,6 @@ def choose(
         others = tuple(other for other in candidates if other != name)
         if name == "default" and known.shape.key_dim >= WIDE:
             why += f"; heads of {known.shape.key_dim} channels have 4 bits"
-        elif name == LEAST.format(f"{RATE:g}"):
-            why += MISSES
         if known.longest and tokens > known.longest:
             why += f"; the model itself reads at most {known.longest:,} tokens"
         whole = known.peak(candidates[name], sizes[name], tokens, chunk=0)
@@ -143,8 +138,7 @@ def _candidates(known: Known) -> dict[str, Any]:
     """Return the recipes that the model supports and whose keys it does not ruin, by name, the closest first."""
     from tersekv.recipe import Recipe
 
-    wide = known.shape.key_dim >= WIDE  # both presets code such heads alike
-    names = ("default", LEAST.format(f"{WIDE_RATE:g}")) if wide else ("safe", "default", LEAST.format(f"{RATE:g}"))
+    names = ("default", "small") if known.shape.key_dim >= WIDE else ("safe", "default", "small")
     found, biases = {}, bool(known.key_bias())
     for name in names:
         recipe = Recipe.parse(name)

@@ -7,9 +7,8 @@ fewer bits from the same fit. With `allot=prompt` or `allot=model`, rates and sh
 Tokens are ranked when they are packed: those of a prompt together, and generated tokens in chunks of
 4 blocks. A chunk is ranked among itself by queries that were kept since, one of every 8 tokens.
 
-Good for: the least memory that keeps every token, with allot=model.
-Bad for: time: reading a prompt takes longer, and allot=model measures the model first. allot=prompt needs no
-measurement.
+Good for: the least memory that keeps every token: the preset `small`.
+Bad for: time: reading a prompt takes longer, and allot=model measures the model first.
 """
 
 from __future__ import annotations
@@ -29,9 +28,8 @@ CHUNK = 4
 EVERY, KEPT = 8, 16
 """A query of every `EVERY` tokens is kept, and the latest `KEPT` of them."""
 
-
-RECOMMENDED = "mixed:allot=model,bias_correction=full+trellis:bits={},calibration=prompt"
-"""Recipe for the least memory, with its bits left out."""
+RECOMMENDED = "mixed:allot=prompt,bias_correction=full+trellis:bits=1.7,calibration=prompt"
+"""The preset `small`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +46,7 @@ class Mixed(Keeping):
     """
 
     observes: ClassVar[bool] = True
-    recommended: ClassVar[str] = RECOMMENDED.format("1.7")
+    recommended: ClassVar[str] = "small"
 
     budget: float = 0.25
     rest: float = 2.0
