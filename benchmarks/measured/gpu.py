@@ -175,12 +175,12 @@ def page() -> Page:
                 "spilled; with 8 warps 21.5. One stage: `turboquant4` 4.20 in place of 4.47, but no words are loaded "
                 "ahead. Products of `turboquant4` block by block: 4.39, but 13.3 in place of 7.1 for prompts, and 5.4 "
                 "in place of 4.6 on an A100. Its tiles of 256 tokens: 3.10 in place of 3.00 and 160 bytes spilled, "
-                "and on an A100 2.97 in place of 3.12 with two programs in place of three. Addresses of tokens "
-                "computed for each of a thread: `grid4` 2.69 in place of 2.39, `trellis2` 19.17 in place of 7.73. "
-                "`latents-grid4` with 8 warps: 20.1 in place of 14.2 then, without spills; scales with the products "
-                "of groups: 19.1 in place of 10.1. `latents-trellis3` with 4 warps: 16.8 in place of 22.3, but 288 "
-                "bytes spilled. `nuq4-1%` has no spills in tiles of 32 tokens, but 25.1 in place of 19.3, and with 8 "
-                "warps 27.6; outliers added by blocks of tokens 16.6 in place of 15.1.",
+                "and on an A100 2.97 in place of 3.12 with two programs in place of three. Addresses of blocks "
+                "computed per token, where a thread has many: `grid4` 2.69 in place of 2.39, `trellis2` 19.17 in "
+                "place of 7.73. `latents-grid4` with 8 warps: 20.1 in place of 14.2 then, without spills; scales with "
+                "the products of groups: 19.1 in place of 10.1. `latents-trellis3` with 4 warps: 16.8 in place of "
+                "22.3, but 288 bytes spilled. `nuq4-1%` has no spills in tiles of 32 tokens, but 25.1 in place of "
+                "19.3, and with 8 warps 27.6; outliers added by blocks of tokens 16.6 in place of 15.1.",
                 "",
             ),
         ),
