@@ -141,16 +141,19 @@ def page() -> Page:
             Section(
                 "Counts",
                 "The loop of today's kernels, compiled by Triton 3.8 for three GPUs (head dim 128, 4 query rows per "
-                "head; `-prompt`: for 32 of 512): lane-instructions per code of keys and values, "
-                "accesses to shared memory and barriers of a warp per turn, registers and spilled bytes of a thread, "
-                "and programs that fit a multiprocessor. An H100 that issues in every cycle reads bfloat16 in the "
-                "time of 20 lane-instructions per code. This is a bound, not a speed: the `grid4` of the table above "
-                "had 6.5, compiled by Triton 3.6, and conflicts made it slower than bfloat16. Look-ups of `trellis` "
-                "and `polar` also wait for the L1 cache: about one per code. Look-ups of two codes at once would need "
+                "head; `-prompt`: for 32 of 512): lane-instructions per code of keys and values, accesses to shared "
+                "memory and barriers of a warp per turn, registers and spilled bytes of a thread, and programs that "
+                "fit a multiprocessor. An H100 that issues in every cycle reads bfloat16 in the time of 20 "
+                "lane-instructions per code. This is a bound, not a speed: the `grid4` of the table above had 6.5, "
+                "compiled by Triton 3.6, and conflicts made it slower than bfloat16. Look-ups of `trellis` and "
+                "`polar` also wait for the L1 cache: one per code, and 0.56. Look-ups of two codes at once would need "
                 "fewer instructions, but tables of 64 cache lines in place of 1 to 4. Latents have 512 channels, 64 "
                 "rotated ones and 16 query rows; one code serves as key and value. Their kernels never ran on a GPU. "
                 "Integers of `grid4`, `grid2` and latents are subnormal float16 on their way to the tensor cores. "
-                "V100, T4 and A100 multiply these exactly (Fasi et al., 2021); no other GPU was tried.",
+                "V100, T4 and A100 multiply these exactly (Fasi et al., 2021); no other GPU was tried. Warps of "
+                "`grid4` wait for each other once for copies, once for offsets of keys, twice for the largest score, "
+                "twice for weights, once for scales of values and twice for their offsets: for data of other warps, "
+                "and before the same place is written again.",
                 counts(), ["instructions_gpu.jsonl"],
                 "python benchmarks/instructions_gpu.py --target sm_90 --out FILE",
             ),
@@ -165,18 +168,19 @@ def page() -> Page:
             Section(
                 "What did not help",
                 "Lane-instructions per code on an H100. `grid4`: one product per slice of codes 3.61 in place of 3.29 "
-                "then. Words copied 16 bytes at a time 4.54, because whole tiles then pass through shared memory. "
-                "Offsets multiplied in four parts of the channels 3.04 in place of 3.13 then, but 20 barriers in place "
-                "of 12. Offsets in the order of the codes 3.33 in place of 3.29. Its prompts with 32 rows per program: "
-                "10.57 in place of 8.4 then, and 208 bytes spilled; with 8 warps 21.5. "
-                "One stage: `turboquant4` 4.20 in place of 4.47, but no words are loaded ahead. Products "
-                "of `turboquant4` block by block: 4.39, but 13.3 in place of 7.1 for prompts, and 5.4 in place of 4.6 "
-                "on an A100. Its tiles of 256 tokens: 3.58 in place of 3.62, but 208 bytes spilled, and 4.0 in place "
-                "of 3.78 on an A100. Its last block limited after the strides: 3.77 in place of 3.62, for lack of "
-                "uniform registers. `latents-grid4` with 8 warps: 20.1 in place of 14.2 then, without spills; "
-                "scales with the products of groups: 19.1 in place of 10.1. `latents-trellis3` with 4 warps: 16.8 in "
-                "place of 22.3, but 288 bytes spilled. `nuq4-1%` has no spills in tiles of 32 tokens, but 25.1 in "
-                "place of 19.3, and with 8 warps 27.6.",
+                "then. Words copied 16 bytes at a time 4.54, because whole tiles then passed through shared memory; "
+                "with rows of products in another order they help. Offsets multiplied in four parts of the channels "
+                "3.04 in place of 3.13 then, but 20 barriers in place of 12. Offsets in the order of the codes 3.33 "
+                "in place of 3.29. Its prompts with 32 rows per program: 10.57 in place of 8.4 then, and 208 bytes "
+                "spilled; with 8 warps 21.5. One stage: `turboquant4` 4.20 in place of 4.47, but no words are loaded "
+                "ahead. Products of `turboquant4` block by block: 4.39, but 13.3 in place of 7.1 for prompts, and 5.4 "
+                "in place of 4.6 on an A100. Its tiles of 256 tokens: 3.10 in place of 3.00 and 160 bytes spilled, "
+                "and on an A100 2.97 in place of 3.12 with two programs in place of three. Addresses of blocks "
+                "computed per token, where a thread has many: `grid4` 2.69 in place of 2.39, `trellis2` 19.17 in "
+                "place of 7.73. `latents-grid4` with 8 warps: 20.1 in place of 14.2 then, without spills; scales with "
+                "the products of groups: 19.1 in place of 10.1. `latents-trellis3` with 4 warps: 16.8 in place of "
+                "22.3, but 288 bytes spilled. `nuq4-1%` has no spills in tiles of 32 tokens, but 25.1 in place of "
+                "19.3, and with 8 warps 27.6; outliers added by blocks of tokens 16.6 in place of 15.1.",
                 "",
             ),
         ),

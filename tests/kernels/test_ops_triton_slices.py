@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
@@ -25,7 +26,7 @@ GRIDS = {
 }
 
 
-@pytest.mark.parametrize(("D", "T"), [(64, 96), (128, 320), (96, 160), (256, 64)])
+@pytest.mark.parametrize(("D", "T"), [(32, 64), (64, 96), (128, 320), (96, 160), (256, 64)])
 @pytest.mark.parametrize("name", GRIDS)
 def test_slices(device, name, D, T):  # noqa: F811
     method, options = GRIDS[name]
@@ -37,6 +38,7 @@ def test_slices(device, name, D, T):  # noqa: F811
         codecs = pair.keys.fit(x), pair.values.fit(y)
         keys, values = (codec.view(codec.encode(z), D) for codec, z in zip(codecs, (x, y), strict=True))
     query = torch.randn(2, 2, 6 if D < 128 else 18, D).bfloat16().float() / large  # one program, or two
+    query[:, :, 1] /= 1024  # rows of a program share a power of two
     call = query, keys.inner.operand, values.inner.operand, make_mask(2, 3, T), D**-0.5, None
     result = backends.attend_packed(*(moved(x, device) for x in call))
     compare(result, right(attend_packed, *call), float((query @ keys.inner.decode().mT).abs().max()) * D**-0.5)
@@ -146,7 +148,7 @@ def test_ptx_of_a_trellis():
 @pytest.mark.parametrize("high", [0, 1])
 def test_ptx_of_polar_directions(high):
     """Half of a pair times cosine and sine."""
-    from tersekv.kernels.triton.tokens import _turning
+    from tersekv.kernels.triton.polar import _turning
 
     directions = torch.randn(16, 2, generator=torch.Generator().manual_seed(high)).half()
     start, radii = 0x2A040, torch.tensor([0.7, -1.3]).half()
@@ -155,6 +157,18 @@ def test_ptx_of_polar_directions(high):
         registers = {"$1": word_of(radii), "$2": 4 * i, "$3": start, "$4": HIGH_HALF}
         out = run_ptx(_turning(high), memory, **registers)["$0"]
         assert halves_of(out) == (radii[high] * directions[i]).tolist()
+
+
+def test_ptx_of_two_polar_directions():
+    """Two values times the cosines, or sines, of two codes."""
+    from tersekv.kernels.triton.polar import BOTH
+
+    table, radii = torch.randn(4, generator=torch.Generator().manual_seed(0)).half(), torch.tensor([0.7, -1.3]).half()
+    for first, second in itertools.product(range(4), repeat=2):
+        places = ((2 * first | 2 * second << 8) * 0x11 + 0x1010) | 0x7777 << 16
+        registers = {"$1": word_of(radii), "$2": word_of(table[:2]), "$3": word_of(table[2:]), "$4": places}
+        out = run_ptx(BOTH.value, {}, **registers)["$0"]
+        assert halves_of(out) == (radii * table[[first, second]]).tolist()
 
 
 def word_of(pair):

@@ -44,6 +44,8 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 SHIFT: tl.constexpr = tl.constexpr(10.0)
 """Weights are multiplied by 2^10, so that float16 does not lose the small weights of many distant
 tokens."""
+LOWEST: tl.constexpr = tl.constexpr(-3.0e38)
+"""Largest score of no tokens: below all scores, and finite, so that differences to it are numbers."""
 LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
@@ -149,7 +151,13 @@ def _segment(
         if PAGED:
             at, held = _paged(pages, b, n0)
         at = tl.multiple_of(at, 32)
+        n = (n0 + tl.arange(0, N))[:, None]
+        seen = n < T
+        if PAGED:
+            seen = n < tl.where(held > 0, T, 0)
         s = tl.zeros((N, ROWS), tl.float32)
+        if not HAS_SOFTCAP and not HAS_MASK:
+            s += tl.where(seen, 0.0, float("-inf"))
         if LATENT:
             latents = load_latent(keys[0], b, h, at, held, KEYS, 0, NB)
             s += latent_scores(latents, loaded[0], KEYS, 0)
@@ -162,19 +170,15 @@ def _segment(
             )  # fmt: skip
         if HAS_SOFTCAP:
             s = (softcap * LOG2E) * (1.0 - 2.0 / (tl.exp(2.0 * s / softcap) + 1.0))
-        n = (n0 + tl.arange(0, N))[:, None]
-        seen = n < T
-        if PAGED:
-            seen = n < tl.where(held > 0, T, 0)
         if HAS_MASK:
             byte = b.to(tl.int64) * mask[1] + h.to(tl.int64) * mask[2] + (row % mask[5])[None, :] * mask[3]
             byte += (column + start + n) * mask[4]
             seen = seen & (tl.load(mask[0] + byte, mask=seen & row_ok[None, :], other=0) != 0)
-        s = tl.where(seen, s, float("-inf"))
+        if HAS_SOFTCAP or HAS_MASK:
+            s = tl.where(seen, s, float("-inf"))
         new = tl.maximum(most, tl.max(s, axis=0))
-        base = tl.where(new == float("-inf"), 0.0, new)
-        shrink = tl.exp2(most - base)
-        p = tl.exp2(s - (base - SHIFT)[None, :])
+        shrink = tl.exp2(most - new)
+        p = tl.exp2(s - (new - SHIFT)[None, :])
         if _adds_later(KEYS, VALUES, LATENT):  # noqa: SIM108
             total = total * shrink[None, :] + p
         else:
@@ -271,7 +275,7 @@ def attend(
     totals = ()
     for i in tl.static_range(len(VALUES)):
         totals = totals + (zeros(ROWS, VALUES, i),)  # type: ignore[assignment]
-    most = tl.full((ROWS,), float("-inf"), tl.float32)
+    most = tl.full((ROWS,), LOWEST, tl.float32)
     LATER: tl.constexpr = _adds_later(KEYS, VALUES, LATENT)
     total = tl.zeros((N, ROWS) if LATER else (ROWS,), tl.float32)
     if len(FIELDS) > 0:

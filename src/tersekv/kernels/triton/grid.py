@@ -35,7 +35,18 @@ from tersekv.kernels.triton.leaves import (
     WIDE,
     WORDS,
 )
-from tersekv.kernels.triton.tiles import PAIRS, block_at, cos_sin, from_block, largest, load_words, numbers, product
+from tersekv.kernels.triton.tiles import (
+    PAIRS,
+    block_at,
+    blocks_at,
+    cos_sin,
+    from_block,
+    inverse,
+    largest,
+    load_words,
+    numbers,
+    product,
+)
 
 # Fields of a leaf: codes and their strides of batch row, head and block; scale and offset likewise;
 # table and its row stride. A factor and its strides, if there is one.
@@ -70,14 +81,17 @@ def plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.constex
 @triton.jit
 def stored_plane(leaf, FIRST: tl.constexpr, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.constexpr):
     """The same in the stored type."""
-    token = from_block(n0, token, S, LEAF)
-    block, inside = token // S[LEAF][BLOCK], token % S[LEAF][BLOCK]
+    inside = from_block(n0, token, S, LEAF) % S[LEAF][BLOCK]
     if S[LEAF][PER_TOKEN]:
         at = (channel // S[LEAF][GROUP]) * S[LEAF][BLOCK] + inside
     else:
         at = (inside // S[LEAF][GROUP]) * S[LEAF][CHANNELS] + channel
-    first = block_at(leaf, FIRST, b, h, n0, S, LEAF)
-    return tl.load(first + block * leaf[FIRST + 3] + at, mask=ok, other=0.0)
+    if len(token.shape) == 1:
+        first = blocks_at(leaf, FIRST, b, h, n0 + token, S, LEAF)
+    else:
+        first = block_at(leaf, FIRST, b, h, n0, S, LEAF)
+        first += from_block(n0, token, S, LEAF) // S[LEAF][BLOCK] * leaf[FIRST + 3]
+    return tl.load(first + at, mask=ok, other=0.0)
 
 
 @triton.jit
@@ -106,7 +120,7 @@ def _scaled(x, leaf, b, h, n0, token, channel, ok, S: tl.constexpr, LEAF: tl.con
 def _offsets(offset, coefficients):
     """offset [G, K] times coefficients [K, rows]: [G, 1, rows]."""
     most = largest(offset)
-    return (product((offset / most).to(tl.float16), coefficients.to(tl.float16)) * most)[:, None, :]
+    return (product((offset * inverse(most)).to(tl.float16), coefficients.to(tl.float16)) * most)[:, None, :]
 
 
 @triton.jit
@@ -143,7 +157,7 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
         most = 1.0
         if S[LEAF][WIDE]:
             most = largest(scale)
-            scale /= most
+            scale *= inverse(most)
         coefficients = (q[None, :, :] * scale[:, :, None]).to(tl.float16)
         s = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
@@ -165,7 +179,7 @@ def load_keys_grid(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB
     else:
         x = decode_keys_grid(leaf, b, h, n0, T, S, LEAF, NB)
         most = largest(x)
-        return product((x / most).to(tl.float16), q.to(tl.float16)) * most
+        return product((x * inverse(most)).to(tl.float16), q.to(tl.float16)) * most
 
 
 @triton.jit
@@ -210,7 +224,7 @@ def load_value_grid(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: 
         y = _scaled(tl.reshape(x, (P, 32 * NB)), leaf, b, h, n0, token, channel, ok, S, LEAF)
         most = largest(y)
         scale = tl.zeros((32 * NB,), tl.float32) + most
-        return tl.reshape((y / most).to(tl.float16), (P // 32, 32, 32 * NB)), scale, scale
+        return tl.reshape((y * inverse(most)).to(tl.float16), (P // 32, 32, 32 * NB)), scale, scale
     else:
         scale, offset = _value_planes(leaf, b, h, n0, T, S, LEAF, NB)
         return x, scale, offset
@@ -246,14 +260,14 @@ def value_grid_sums(loaded, p, S: tl.constexpr, LEAF: tl.constexpr):
     R: tl.constexpr = p.shape[1]
     most = largest(scale)
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
-        coefficients = (p[None, :, :] * (scale / most)[:, :, None]).to(tl.float16)
+        coefficients = (p[None, :, :] * (scale * inverse(most))[:, :, None]).to(tl.float16)
         out = product(x, coefficients) * (most * _unit(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
             out += _offsets(offset, p)
         return tl.reshape(out, (32 * G, R))
     else:  # a scale per token goes to the weight, and one product serves all channels
         unit = 1.0 if S[LEAF][SCALES] == TO_ELEMENTS else _unit(S, LEAF)
-        out = product(tl.reshape(x, (32 * G, N)), (p * (scale / most)[:, None]).to(tl.float16)) * (most * unit)
+        out = product(tl.reshape(x, (32 * G, N)), (p * (scale * inverse(most))[:, None]).to(tl.float16)) * (most * unit)
         if S[LEAF][HAS_OFFSET] and S[LEAF][SCALES] == TO_PRODUCT:
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
         return out
@@ -307,39 +321,40 @@ def _listed(leaf, b, h, B, H, n0, T, NB: tl.constexpr):
 
 @triton.jit
 def _outliers(leaf, at, end, S: tl.constexpr, LEAF: tl.constexpr):
-    """Return the token in the block, the channel and the value (float32) of entries `at` [NB, E];
+    """Return the token in the block, the channel and the value (float16) of entries `at` [NB, E];
     value 0 past the end."""
     ok = at < end
     place = tl.load(leaf[4] + at, mask=ok, other=0).to(tl.int32) & 0xFFFF
-    value = tl.load(leaf[5] + at, mask=ok, other=0.0).to(tl.float32)
+    value = tl.load(leaf[5] + at, mask=ok, other=0.0)
     channel = place & 2047
     inside = channel < S[LEAF][CHANNELS]
-    return place >> 11, tl.where(inside, channel, 0), tl.where(inside, value, 0.0)
+    return place >> 11, tl.where(inside, channel, 0), tl.where(inside, value, 0.0).to(tl.float16)
 
 
 @triton.jit
 def load_keys_sparse(
-    leaf, rows, row_ok, rope, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr,
+    leaf, rows, row_ok, most, rope, b, h, B, H, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr,
     ROPED: tl.constexpr,
 ):  # fmt: skip
-    """Scores [32·NB, rows] of queries at `rows` (pointers [rows] to their first channel)."""
+    """Scores [32·NB, rows] of queries at `rows` (pointers [rows] to their first channel), divided by powers of two
+    `most` [1, rows], which are at least the queries' elements."""
     begin, end = _ranges(leaf, b, h, B, H, n0, T, S, LEAF, NB)
     s = tl.zeros((NB, 32, rows.shape[0]), tl.float32)
     for e in range(0, tl.max((end - begin).to(tl.int32), axis=0), ENTRIES):
         at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
         token, channel, value = _outliers(leaf, at, end[:, None], S, LEAF)
         ok = row_ok[None, None, :] & (value != 0)[:, :, None]
-        product = tl.load(rows[None, None, :] + channel[:, :, None], mask=ok, other=0.0).to(tl.float32)
+        q = tl.load(rows[None, None, :] + channel[:, :, None], mask=ok, other=0.0).to(tl.float32)
         if ROPED:
             n = tl.minimum(n0 + 32 * tl.arange(0, NB)[:, None] + token, T - 1)
             c = S[LEAF][FIRST] + channel
             cos, sin, partner = rope_at(rope, b, h, n, c, ROPED)
             across = tl.load(rows[None, None, :] + (partner - S[LEAF][FIRST])[:, :, None], mask=ok, other=0.0)
-            across = across.to(tl.float32)
-            product = product * cos[:, :, None] + across * sin[:, :, None]
-        product *= value[:, :, None]
-        hot = (token[:, None, :] == tl.arange(0, 32)[None, :, None]).to(tl.float32)
-        s += tl.dot(hot, product)
+            q = q * cos[:, :, None] + across.to(tl.float32) * sin[:, :, None]
+        own = token[:, None, :] == tl.arange(0, 32)[None, :, None]
+        s += product(
+            tl.where(own, value[:, None, :], 0.0).to(tl.float16), (q * inverse(most)[None, :, :]).to(tl.float16)
+        )
     return tl.reshape(s, (NB * 32, rows.shape[0]))
 
 
@@ -363,14 +378,14 @@ def load_values_sparse(
     """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
     R: tl.constexpr = p.shape[1]
     begin, end = _ranges(leaf, b, h, B, H, n0, T, S, LEAF, NB)
-    p = tl.reshape(p, (NB, 32, R))
+    p = tl.reshape(p.to(tl.float16), (NB, 32, R))
     P: tl.constexpr = S[LEAF][PADDED]
     out = tl.zeros((P, R), tl.float32)
     for e in range(0, tl.max((end - begin).to(tl.int32), axis=0), ENTRIES):
         at = begin[:, None] + e + tl.arange(0, ENTRIES)[None, :]
         token, channel, value = _outliers(leaf, at, end[:, None], S, LEAF)
-        hot = (token[:, :, None] == tl.arange(0, 32)[None, None, :]).to(tl.float32)
-        product = tl.reshape(tl.dot(hot, p) * value[:, :, None], (NB * ENTRIES, R))
-        channel = tl.reshape(channel, (NB * ENTRIES,))
-        out += tl.dot((tl.arange(0, P)[:, None] == channel[None, :]).to(tl.float32), product)
+        own = (token[:, :, None] == tl.arange(0, 32)[None, None, :]).to(tl.float16)
+        weights = tl.reshape(product(own, p).to(tl.float16), (NB * ENTRIES, R))
+        channel, value = tl.reshape(channel, (1, NB * ENTRIES)), tl.reshape(value, (1, NB * ENTRIES))
+        out += product(tl.where(tl.arange(0, P)[:, None] == channel, value, 0.0).to(tl.float16), weights)
     return out

@@ -9,9 +9,11 @@ the order of columns instead.
 Integers are the lowest bits of float16: subnormal numbers, multiples of 2^-24. Tensor cores multiply
 these exactly. Factors are in float32: 2^24, and powers of two of slices that are above the lowest bits.
 
-Entries of a table are put together of two bytes, which `prmt` reads at the places of four codes at a
-time. All operands of such a step are tensors and all its results single, because the compiler would
-otherwise pass the entries through shared memory.
+Entries of a table are put together of two bytes, which are looked up for four codes at a time
+(`lookups.py`). All operands of such a step are tensors and all its results single, because the compiler
+would otherwise pass the entries through shared memory.
+
+Tensor cores take rows in any order, so each thread reads four lanes that are neighbours in memory.
 """
 
 from __future__ import annotations
@@ -37,7 +39,18 @@ from tersekv.kernels.triton.leaves import (
     WIDE,
     WORDS,
 )
-from tersekv.kernels.triton.tiles import INTERPRETED, block_at, from_block, largest, once, power_of_two, product
+from tersekv.kernels.triton.lookups import bytes_at, of_sixteen, table_words
+from tersekv.kernels.triton.tiles import (
+    INTERPRETED,
+    block_at,
+    blocks_at,
+    from_block,
+    inverse,
+    largest,
+    once,
+    power_of_two,
+    product,
+)
 
 
 @triton.constexpr_function
@@ -88,49 +101,6 @@ def _joined(slices):
 
 
 @triton.jit
-def _bytes(a, b, places):
-    """Return four of the eight bytes of a and b, int32. places: four bits of each. The fourth bit asks for the
-    byte's sign in all its bits."""
-    if INTERPRETED:
-        found = (a & 0) | (b & 0) | (places & 0)
-        for i in tl.static_range(4):
-            place = (places >> (4 * i)) & 15
-            byte = (tl.where(place & 4 > 0, b, a) >> (8 * (place & 3))) & 255
-            found |= tl.where(place & 8 > 0, 255 * (byte >> 7), byte) << (8 * i)
-        return found
-    else:
-        return tl.inline_asm_elementwise("prmt.b32 $0, $1, $2, $3;", "=r,r,r,r", [a, b, places], tl.int32, True, 1)
-
-
-@triton.jit
-def _looked_up(bytes, places, upper):
-    """Return four bytes of a table of 16, four int32, at places below 8, or 8 more where the bits `upper` are set."""
-    low, high = _bytes(bytes[0], bytes[1], places), _bytes(bytes[2], bytes[3], places)
-    return low ^ ((low ^ high) & upper)
-
-
-@triton.jit
-def _sevens(words):
-    """Return 7 for each code of four bits in int32 whose highest bit is set, else 0."""
-    highest = (words & -0x77777778).to(tl.uint32, bitcast=True)
-    return tl.umulhi(highest, tl.full((1, 1, 1), 0xE0000000, tl.uint32)).to(tl.int32, bitcast=True)
-
-
-@triton.jit
-def _table_words(table, HIGH: tl.constexpr, WORDS: tl.constexpr):
-    """Return the low or high bytes of float16 entries as a tuple of int32 [1, 1, 1], four in each."""
-    words = ()
-    for k in tl.static_range(WORDS):
-        word = 0
-        for i in tl.static_range(4):
-            entry = tl.load(table + (4 * k + i) + tl.zeros((1, 1, 1), tl.int32)).to(tl.float16)
-            entry = entry.to(tl.int16, bitcast=True).to(tl.int32)
-            word |= ((entry >> (8 * HIGH)) & 255) << (8 * i)
-        words = words + (word,)  # type: ignore[assignment]
-    return words
-
-
-@triton.jit
 def _columns(words, table, S: tl.constexpr, LEAF: tl.constexpr):
     """Return a tile float16 [G, L, columns] of words [G, L, W]: codes of integers, times a power of
     two, else entries of the table. `_column` says which codes the columns are."""
@@ -146,23 +116,22 @@ def _columns(words, table, S: tl.constexpr, LEAF: tl.constexpr):
             slices = slices + (_half(low) | (_half(high) << 16),)  # type: ignore[assignment]
         return _joined(slices)
     elif S[LEAF][IS_SYMMETRIC]:
-        # An entry of the upper half is minus the one at the place with its three bits inverted.
-        low, high = _table_words(table, 0, 2), _table_words(table, 1, 2)
-        places, shifted = (words ^ _sevens(words)) & 0x77777777, words << 4
+        low, high = table_words(table, 0, True), table_words(table, 1, True)
+        places, shifted = (words ^ (words >> 1)) & 0x77777777, words << 4
         for half in tl.static_range(2):  # four codes
-            upper = _bytes(words, shifted, 0x3726 if half else 0x1504)
+            upper = bytes_at(words, shifted, 0x3726 if half else 0x1504)
             at = places >> 16 if half else places
-            first, second = _bytes(low[0], low[1], at), _bytes(high[0], high[1], at) ^ (upper & -0x7F7F7F80)
-            slices = slices + (_bytes(first, second, 0x5140), _bytes(first, second, 0x7362))  # type: ignore[assignment]
+            first, second = bytes_at(low[0], low[1], at), bytes_at(high[0], high[1], at) ^ (upper & -0x7F7F7F80)
+            slices = slices + (bytes_at(first, second, 0x5140), bytes_at(first, second, 0x7362))  # type: ignore[assignment]
         return _joined(slices)
     else:
-        low, high = _table_words(table, 0, 4), _table_words(table, 1, 4)
+        low, high = table_words(table, 0, False), table_words(table, 1, False)
         places, shifted = words & 0x77777777, words << 4
         for half in tl.static_range(2):  # four codes
-            upper = _bytes(words, shifted, 0xBFAE if half else 0x9D8C)
+            upper = bytes_at(words, shifted, 0xBFAE if half else 0x9D8C)
             at = places >> 16 if half else places
-            first, second = _looked_up(low, at, upper), _looked_up(high, at, upper)
-            slices = slices + (_bytes(first, second, 0x5140), _bytes(first, second, 0x7362))  # type: ignore[assignment]
+            first, second = of_sixteen(low, at, upper), of_sixteen(high, at, upper)
+            slices = slices + (bytes_at(first, second, 0x5140), bytes_at(first, second, 0x7362))  # type: ignore[assignment]
         return _joined(slices)
 
 
@@ -213,18 +182,38 @@ def _lanes(S: tl.constexpr, LEAF: tl.constexpr):
 
 
 @triton.jit
-def _words(leaf, b, h, n0, n, T, unit, at, ok, S: tl.constexpr, LEAF: tl.constexpr):
-    """Load words of lanes. n: tokens counted from n0's block. unit: offsets of their words in a block. at: offsets
-    int64 from there. ok: mask of the words that are no padding, which is not used if no channels are.
+def _words(leaf, b, h, n0, i, T, unit, lane, at, ok, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.constexpr):
+    """Load words of tokens n0 + i. unit: offsets in a block. lane, at: offsets int64 from there, those of a thread
+    and those that all threads share. ok: mask of the words that are no padding, which is not used if no channels are.
 
     Tokens after the last block are read from it, so that loads need no mask for tokens."""
-    last = tl.maximum(T - 1, 0) // S[LEAF][BLOCK] - n0 // S[LEAF][BLOCK]
-    block = tl.minimum(n // S[LEAF][BLOCK], last) * leaf[CODES + 3]
-    words = block_at(leaf, CODES, b, h, n0, S, LEAF) + (block + unit) + at
+    if NB <= 4:  # a warp reads one block
+        last = tl.maximum(T - 1, 0) // S[LEAF][BLOCK] * S[LEAF][BLOCK]
+        words = blocks_at(leaf, CODES, b, h, tl.minimum(n0 + i, last), S, LEAF, lane) + (unit + at)
+    else:
+        last = tl.maximum(T - 1, 0) // S[LEAF][BLOCK] - n0 // S[LEAF][BLOCK]
+        block = tl.minimum(from_block(n0, i, S, LEAF) // S[LEAF][BLOCK], last) * leaf[CODES + 3]
+        words = block_at(leaf, CODES, b, h, n0, S, LEAF) + (block + unit) + (lane + at)
     if S[LEAF][CHANNELS] == S[LEAF][PADDED]:
         return tl.load(words)
     else:
         return tl.load(words, mask=ok, other=0)
+
+
+@triton.jit
+def _product(x, y):
+    """Return a tile x [G, 32, columns] times float16 y: [32·G, rows] for y [columns, rows], [G, 32, rows] for y
+    [G, columns, rows]. Meanwhile, the tile's rows are in an order in which a thread has four consecutive ones."""
+    G: tl.constexpr = x.shape[0]
+    K: tl.constexpr = x.shape[2]
+    R: tl.constexpr = y.shape[len(y.shape) - 1]
+    x = tl.reshape(x, (G, 8, 2, 2, K))
+    if len(y.shape) == 2:
+        s = product(tl.reshape(tl.permute(x, (2, 0, 3, 1, 4)), (32 * G, K)), y)
+        return tl.reshape(tl.permute(tl.reshape(s, (2, G, 2, 8, R)), (1, 3, 0, 2, 4)), (32 * G, R))
+    else:
+        s = product(tl.reshape(tl.permute(x, (0, 2, 3, 1, 4)), (G, 32, K)), y)
+        return tl.reshape(tl.permute(tl.reshape(s, (G, 2, 2, 8, R)), (0, 3, 1, 2, 4)), (G, 32, R))
 
 
 @triton.jit
@@ -239,12 +228,15 @@ def load_keys_slices(leaf, q, factor, b, h, n0, T, S: tl.constexpr, LEAF: tl.con
     N: tl.constexpr = NB * 32
     P: tl.constexpr = S[LEAF][PADDED]
     R: tl.constexpr = q[0].shape[1]
-    word = tl.arange(0, P * S[LEAF][BITS] // 32)[None, :, None]
-    first = 32 * tl.arange(0, NB)[:, None, None]
-    n = from_block(n0, first, S, LEAF)
-    first = n % S[LEAF][BLOCK] * S[LEAF][WORDS]
-    at = word.to(tl.int64) * 16 + _lanes(S, LEAF)
-    x = _words(leaf, b, h, n0, n, T, first, at, word < S[LEAF][WORDS], S, LEAF)
+    W: tl.constexpr = P * S[LEAF][BITS] // 32
+    FOUR: tl.constexpr = 4 if W > 4 else W  # words between which are all blocks, so that a warp reads one block
+    word = FOUR * tl.arange(0, W // FOUR)[:, None, None, None] + tl.arange(0, FOUR)[None, None, :, None]
+    first = 32 * tl.arange(0, NB)[None, :, None, None]
+    unit = from_block(n0, first, S, LEAF) % S[LEAF][BLOCK] * S[LEAF][WORDS]
+    lane = tl.arange(0, FOUR).to(tl.int64)[None, None, :, None] * 16 + _lanes(S, LEAF)[None]
+    at = tl.arange(0, W // FOUR).to(tl.int64)[:, None, None, None] * (16 * FOUR)
+    x = _words(leaf, b, h, n0, first, T, unit, lane, at, word < S[LEAF][WORDS], S, LEAF, NB)
+    x = tl.reshape(tl.permute(x, (1, 0, 2, 3)), (NB, W, 32))
     x = _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
     if S[LEAF][SCALES] == TO_COEFFICIENTS:
         token = 32 * tl.arange(0, NB)[:, None]
@@ -254,10 +246,12 @@ def load_keys_slices(leaf, q, factor, b, h, n0, T, S: tl.constexpr, LEAF: tl.con
         most = 1.0
         if S[LEAF][WIDE]:
             most = largest(scale.to(tl.float32))
-            scale = (scale.to(tl.float32) * (1.0 / most)).to(tl.float16)
+            scale = (scale.to(tl.float32) * inverse(most)).to(tl.float16)
         if S[LEAF][IS_INTEGER] and R > FEW:
             scale *= (1.0 / unit).to(tl.float16)
-        s = product(x, q[1][None, :, :] * scale[:, :, None]) * (factor * (most * _unit_of(S, LEAF)))[None, :, :]
+        y = q[1][None, :, :] * scale[:, :, None]
+        s = _product(x, y) if S[LEAF][IS_INTEGER] else product(x, y)  # tables with outliers lack the registers
+        s *= (factor * (most * _unit_of(S, LEAF)))[None, :, :]
         if S[LEAF][HAS_OFFSET]:
             y = q[1]
             if R <= FEW:
@@ -267,13 +261,16 @@ def load_keys_slices(leaf, q, factor, b, h, n0, T, S: tl.constexpr, LEAF: tl.con
             s += (_offsets(offset, y) * factor)[:, None, :]
         return tl.reshape(s, (N, R))
     else:
-        s = product(tl.reshape(x, (N, P)), q[1])
+        s = _product(x, q[1])
         token = tl.arange(0, N)
-        s *= (plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF) * _unit_of(S, LEAF))[:, None]
+        factor = tl.reshape(factor, (1,))
+        scale = plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF) * (factor * _unit_of(S, LEAF))
+        s *= scale[:, None]
         if S[LEAF][HAS_OFFSET]:
             whole = tl.sum(q[0].to(tl.float32), axis=0)
-            s += plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)[:, None] * whole[None, :]
-        return s * factor
+            offset = plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF) * factor
+            s += offset[:, None] * whole[None, :]
+        return s
 
 
 @triton.jit
@@ -283,15 +280,22 @@ def _offsets(offset, y):
         return product(offset, y)
     else:
         most = largest(offset.to(tl.float32))
-        return product((offset.to(tl.float32) * (1.0 / most)).to(tl.float16), y) * most
+        return product((offset.to(tl.float32) * inverse(most)).to(tl.float16), y) * most
 
 
 @triton.jit
 def _by_column(p, NB: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
-    """Return weights [32·NB, rows] in the order of columns."""
+    """Return weights float16 [32·NB, rows] in the order of columns. For two bits, they are moved in pairs of
+    neighbours, which takes fewer passes through shared memory."""
     R: tl.constexpr = p.shape[1]
     B: tl.constexpr = S[LEAF][BITS]
-    if S[LEAF][IS_INTEGER]:
+    if S[LEAF][IS_INTEGER] and B == 2:
+        low, high = tl.split(tl.permute(tl.reshape(p.to(tl.int16, bitcast=True), (16 * NB, 2, R)), (0, 2, 1)))
+        x = (low.to(tl.int32) & 0xFFFF) | (high.to(tl.int32) << 16)
+        x = tl.reshape(tl.permute(tl.reshape(x, (NB * B, 16 // B, R)), (1, 0, 2)), (16 * NB, R))
+        low, high = x.to(tl.int16).to(tl.float16, bitcast=True), (x >> 16).to(tl.int16).to(tl.float16, bitcast=True)
+        x = tl.permute(tl.join(low, high), (0, 2, 1))
+    elif S[LEAF][IS_INTEGER]:
         x = tl.permute(tl.reshape(p, (NB * B, 16 // B, 2, R)), (1, 0, 2, 3))
     else:
         x = tl.permute(tl.reshape(p, (NB * B, 2, 2, 2, R)), (3, 1, 0, 2, 4))
@@ -317,10 +321,9 @@ def _value_columns(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: t
     B: tl.constexpr = S[LEAF][BITS]
     word = tl.arange(0, B * NB)[None, :, None]
     c = 32 * tl.arange(0, G)[:, None, None] + tl.arange(0, 32)[None, None, :]
-    n = from_block(n0, word // B * 32, S, LEAF)
-    unit = (n % S[LEAF][BLOCK]) // 32 * (B * 16) + word % B * 16
-    at = tl.arange(0, G)[:, None, None].to(tl.int64) * (S[LEAF][WORDS] * 32) + _lanes(S, LEAF)
-    x = _words(leaf, b, h, n0, n, T, unit, at, c < S[LEAF][CHANNELS], S, LEAF)
+    unit = from_block(n0, word // B * 32, S, LEAF) % S[LEAF][BLOCK] // 32 * (B * 16) + word % B * 16
+    at = tl.arange(0, G)[:, None, None].to(tl.int64) * (S[LEAF][WORDS] * 32)
+    x = _words(leaf, b, h, n0, word // B * 32, T, unit, _lanes(S, LEAF), at, c < S[LEAF][CHANNELS], S, LEAF, NB)
     return _columns(tl.permute(x, (0, 2, 1)), leaf[TABLE] + b * leaf[TABLE + 1], S, LEAF)
 
 
@@ -336,10 +339,10 @@ def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
     if S[LEAF][SCALES] == TO_PRODUCT:
         scale = plane(leaf, SCALE, b, h, n0, token, 0, n0 + token < T, S, LEAF)
         most = largest(scale)
-        weights = _by_column((p * (scale * (1.0 / most))[:, None]).to(tl.float16), NB, S, LEAF)
+        weights = _by_column((p * (scale * inverse(most))[:, None]).to(tl.float16), NB, S, LEAF)
         if S[LEAF][IS_INTEGER]:
             weights *= (1.0 / unit).to(tl.float16)[:, None]
-        out = product(tl.reshape(x, (32 * G, N)), weights) * (most * _unit_of(S, LEAF))
+        out = _product(x, weights) * (most * _unit_of(S, LEAF))
         if S[LEAF][HAS_OFFSET]:
             offset = plane(leaf, OFFSET, b, h, n0, token, 0, n0 + token < T, S, LEAF)
             out += tl.sum(p * offset[:, None], axis=0)[None, :]
@@ -350,8 +353,8 @@ def load_values_slices(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
         scale = plane(leaf, SCALE, b, h, n0, column[None, :], channel, ok, S, LEAF)
         most = power_of_two(tl.max(scale, axis=1))
         p = p.to(tl.float16)
-        scale *= (1.0 / most)[:, None] * (1.0 / unit)[None, :]
-        out = product(x, _by_column(p, NB, S, LEAF)[None, :, :] * scale.to(tl.float16)[:, :, None])
+        scale *= inverse(most)[:, None] * (1.0 / unit)[None, :]
+        out = _product(x, _by_column(p, NB, S, LEAF)[None, :, :] * scale.to(tl.float16)[:, :, None])
         out *= (most * _unit_of(S, LEAF))[:, None, None]
         if S[LEAF][HAS_OFFSET]:
             ok = (n0 + token < T)[None, :] & (channel < S[LEAF][CHANNELS])
@@ -377,9 +380,9 @@ def load_latent_slices(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N
     if S[LEAF][HAS_OFFSET]:
         offset = plane(leaf, OFFSET, b, h, n0, column, channel, ok, S, LEAF)
         most = tl.maximum(most, largest(offset))
-        x = x * (scale * (1.0 / most)).to(tl.float16)[:, None, :] + (offset * (1.0 / most)).to(tl.float16)[:, None, :]
+        x = x * (scale * inverse(most)).to(tl.float16)[:, None, :] + (offset * inverse(most)).to(tl.float16)[:, None, :]
     else:
-        x *= (scale * (1.0 / most)).to(tl.float16)[:, None, :]
+        x *= (scale * inverse(most)).to(tl.float16)[:, None, :]
     return tl.reshape(once(x), (32 * G, NB * 32)), most
 
 

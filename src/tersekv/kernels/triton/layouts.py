@@ -35,24 +35,24 @@ from tersekv.kernels.triton.leaves import (
     PADDED,
     POLAR,
     ROTATED_MEAN,
+    SCALES,
     SIGNS,
     SKETCH,
     SPARSE,
+    TO_PRODUCT,
     TRELLIS,
 )
-from tersekv.kernels.triton.tiles import PAIRS, largest, power_of_two, product, tile_cos_sin
+from tersekv.kernels.triton.polar import decode_polar, load_keys_polar, load_values_polar
+from tersekv.kernels.triton.tiles import PAIRS, inverse, largest, power_of_two, product, tile_cos_sin
 from tersekv.kernels.triton.tokens import (
     decode_exact,
-    decode_polar,
     decode_signs,
     decode_sketch,
     load_keys_exact,
-    load_keys_polar,
     load_keys_rotated_mean,
     load_keys_signs,
     load_keys_sketch,
     load_values_exact,
-    load_values_polar,
     load_values_signs,
     load_values_sketch,
 )
@@ -101,13 +101,19 @@ def _query(rows, row_ok, pairs, ROPED: tl.constexpr, S: tl.constexpr, LEAF: tl.c
 def leaf_query(
     rows, row_ok, pairs, ROPED: tl.constexpr, LATENT: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr
 ):  # fmt: skip
-    """Return the query, its partner under RoPE, and the factor of their scores. Sparse leaves and
-    sketches with channels per block load their query themselves."""
-    if S[LEAF][KIND] == SPARSE or (S[LEAF][KIND] == SKETCH and not ROPED):
+    """Return the query, its partner under RoPE, and the factor of their scores. Sketches with channels per block
+    load their query themselves, and sparse leaves, whose first result is its powers of two."""
+    if S[LEAF][KIND] == SPARSE:
+        _, _, most = _query(rows, row_ok, pairs, ROPED, S, LEAF)
+        return most, most, most
+    elif S[LEAF][KIND] == SKETCH and not ROPED:
         one = tl.full((1, rows.shape[0]), 1.0, tl.float32)
         return one, one, one
     elif S[LEAF][KIND] == GRID and not ROPED and not LATENT and sliced(S, LEAF):
         q, _, most = _query(rows, row_ok, pairs, ROPED, S, LEAF)
+        if S[LEAF][SCALES] == TO_PRODUCT:
+            all = tl.max(most, axis=1)[:, None]
+            q, most = q * (most * inverse(all)), all
         return query_slices(q, most, rows, row_ok, S, LEAF), most, most
     else:
         return _query(rows, row_ok, pairs, ROPED, S, LEAF)
@@ -133,7 +139,7 @@ def _decoded(leaf, map, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
         at = map[0] + b.to(tl.int64) * map[1] + h.to(tl.int64) * map[2] + k * map[3] + c
         matrix = tl.load(at, mask=(k < S[LEAF][CHANNELS]) & (c < S[LEAF][MAPPED_CHANNELS]), other=0.0)
         most = largest(x)
-        x = product((x / most).to(tl.float16), matrix.to(tl.float16)) * most
+        x = product((x * inverse(most)).to(tl.float16), matrix.to(tl.float16)) * most
     return x
 
 
@@ -149,7 +155,7 @@ def load_latent(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl.c
     else:
         x = _decoded(leaf, (), b, h, n0, T, S, LEAF, NB)
         most = largest(x)
-        return (x / most).to(tl.float16), most, most
+        return (x * inverse(most)).to(tl.float16), most, most
 
 
 @triton.jit
@@ -191,7 +197,7 @@ def _roped_scores(
     moved = (column >= 0)[None, :]
     cos, sin = tile_cos_sin(rope, 0, b, h, n0, T, column[None, :], sine[None, :], moved, N, ROPED)
     most = largest(x)
-    x /= most
+    x *= inverse(most)
     s = product((x * cos).to(tl.float16), q.to(tl.float16))
     return (s + product((x * sin).to(tl.float16), across.to(tl.float16))) * most
 
@@ -204,7 +210,7 @@ def scores(
     """q·k̂ [32·NB, rows] of one leaf of the keys."""
     q, across, most = query
     if S[LEAF][KIND] == SPARSE:
-        return load_keys_sparse(leaf, rows, row_ok, rope, b, h, B, H, n0, T, S, LEAF, NB, ROPED) * most
+        return load_keys_sparse(leaf, rows, row_ok, q, rope, b, h, B, H, n0, T, S, LEAF, NB, ROPED) * most
     elif ROPED:
         x = _decoded(leaf, map, b, h, n0, T, S, LEAF, NB)
         return _roped_scores(x, q, across, rope, b, h, n0, T, S, LEAF, NB * 32, ROPED) * most

@@ -1,11 +1,10 @@
-"""Loaders of layouts that decode each token from its own data: exact, signs, polar, the rotated
-mean, and signs whose channels differ between blocks."""
+"""Loaders of layouts that decode each token from its own data: exact, signs, the rotated mean,
+and signs whose channels differ between blocks."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
-from triton.language.target_info import is_cuda
 
 from tersekv.kernels.triton.leaves import (
     ANGLES_KIND,
@@ -15,25 +14,21 @@ from tersekv.kernels.triton.leaves import (
     CONSECUTIVE,
     FLOAT8,
     FLOAT32,
-    LEVEL_BITS,
-    LEVELS,
     OF_CHOSEN,
     PADDED,
     PADDED_CHOSEN,
     PADDED_SKETCH_ROWS,
     SKETCH_ROWS,
 )
-from tersekv.kernels.triton.tables import first_entry
 from tersekv.kernels.triton.tiles import (
-    INTERPRETED,
     PAIRS,
     block_at,
     first_cos_sin,
     head_at,
+    inverse,
     largest,
     product,
     step_cos_sin,
-    stored_at,
     tile_cos_sin,
     tokens_at,
 )
@@ -129,150 +124,8 @@ def load_values_signs(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
     """Σ p·factor·norm·signs [rows of the sketch, rows] of weights p float32 [N, rows]."""
     norms = norms_of(leaf, b, h, n0, T, S, LEAF, N)
     most = largest(norms)
-    weights = (p * (norms / most)[:, None]).to(tl.float16)
+    weights = (p * (norms * inverse(most))[:, None]).to(tl.float16)
     return product(tl.trans(_signs(leaf, b, h, n0, T, S, LEAF, N)), weights) * most
-
-
-# Fields of a polar leaf: angles and radii with strides of batch row, head and block; the radii's
-# unit; cosines and sines of all levels' tables as pairs of float16, int32 [rows, entries] (see
-# `tables.first_entry`), and the row stride.
-
-
-@triton.constexpr_function
-def _turning(HIGH):
-    """Return PTX that multiplies one half of a pair with the cosine and sine at a place of a table in
-    bytes. The row of the table is at a multiple of its size, so that places are or-ed to the low half
-    of its address."""
-    half = "h" if HIGH else "l"
-    return (
-        "{ .reg .b64 a; .reg .b32 p, x; .reg .b16 l, h; or.b32 p, $2, $3; mov.b64 a, {p, $4}; "
-        f"ld.global.nc.b32 p, [a]; mov.b32 {{l, h}}, $1; mov.b32 x, {{{half}, {half}}}; mul.rn.f16x2 $0, x, p; }}"
-    )
-
-
-@triton.constexpr_function
-def _entry(S, LEAF, LEVEL):
-    """Return the place of a level's first entry in bytes."""
-    return 4 * first_entry(S[LEAF][LEVEL_BITS.value :], LEVEL)
-
-
-@triton.constexpr_function
-def _first_bit(S, LEAF, LEVEL):
-    """Return the first bit of a level's codes in a token's stream."""
-    spec = S[LEAF]
-    return sum(spec[LEVEL_BITS.value + i] * (spec[CHANNELS.value] >> (i + 1)) for i in range(LEVEL))
-
-
-@triton.constexpr_function
-def _in_order(L):
-    """Return the axes of a tile of 2^L channels that were joined pair by pair, in the channels' order."""
-    return (0, 1, *range(L + 1, 1, -1))
-
-
-@triton.jit
-def _turned(x, place, table, ENTRY: tl.constexpr, HIGH: tl.constexpr):
-    """Return a half of int32 pairs of float16 times cosine and sine, as pairs."""
-    if INTERPRETED or not is_cuda():
-        pair = tl.load(table + (ENTRY + place) // 4)
-        half = (x >> (16 * HIGH)).to(tl.int16).to(tl.float16, bitcast=True)
-        cos = half * pair.to(tl.int16).to(tl.float16, bitcast=True)
-        sin = half * (pair >> 16).to(tl.int16).to(tl.float16, bitcast=True)
-        low, high = cos.to(tl.int16, bitcast=True).to(tl.int32), sin.to(tl.int16, bitcast=True).to(tl.int32)
-        return (low & 0xFFFF) | (high << 16)
-    else:
-        address = table.to(tl.int64)
-        low, high = address.to(tl.int32) | ENTRY, (address >> 32).to(tl.int32)
-        return tl.inline_asm_elementwise(_turning(HIGH), "=r,r,r,r,r", [x, place, low, high], tl.int32, True, 1)
-
-
-@triton.jit
-def _polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """Return x̂ divided by the radii's unit and by a power of two, float16 [N, channels], and that
-    power: 1, or near the largest radius where bfloat16 may exceed float16. A thread computes all
-    2^L channels of a radius."""
-    L: tl.constexpr = S[LEAF][LEVELS]
-    J: tl.constexpr = S[LEAF][PADDED] >> L
-    i = tl.arange(0, N)[:, None]
-    j = tl.arange(0, J)[None, :]
-    radii = tokens_at(leaf, 4, b, h, n0, i, S, LEAF) + j * S[LEAF][BLOCK]
-    x = tl.load(radii, mask=(n0 + i < T) & (j < S[LEAF][CHANNELS] >> L), other=0.0)
-    most = 1.0
-    if x.dtype != tl.float16:
-        most = largest(x.to(tl.float32))
-        x = (x.to(tl.float32) / most).to(tl.float16)
-    angles = stored_at(leaf, 0, b, h, n0, i, T, S, LEAF)
-    table = leaf[9] + b * leaf[10]
-    if S[LEAF][CHANNELS] != S[LEAF][PADDED]:
-        j = tl.minimum(j, (S[LEAF][CHANNELS] >> L) - 1)
-    parts = (x.to(tl.int16, bitcast=True).to(tl.int32),)
-    for up in tl.static_range(L):
-        places = _places(angles, j, up, S, LEAF)
-        grown = ()
-        for k in tl.static_range(1 << up):
-            grown = grown + (_turned(parts[k // 2], places[k], table, _entry(S, LEAF, L - 1 - up), k % 2),)  # type: ignore[assignment]
-        parts = grown  # type: ignore[assignment]
-    joined = ()
-    for k in tl.static_range(1 << (L - 1)):
-        low = parts[k].to(tl.int16).to(tl.float16, bitcast=True)
-        joined = joined + (tl.join(low, (parts[k] >> 16).to(tl.int16).to(tl.float16, bitcast=True)),)  # type: ignore[assignment]
-    for level in tl.static_range(L - 1):
-        larger = ()
-        for k in tl.static_range(1 << (L - 2 - level)):
-            larger = larger + (tl.join(joined[2 * k], joined[2 * k + 1]),)  # type: ignore[assignment]
-        joined = larger
-    return tl.reshape(tl.permute(joined[0], _in_order(L)), (N, S[LEAF][PADDED])), most  # type: ignore[misc]
-
-
-@triton.jit
-def _places(angles, j, UP: tl.constexpr, S: tl.constexpr, LEAF: tl.constexpr):
-    """Return the places in bytes of the 2^UP angles of a level that belong to the radii j [1, J], a
-    tuple of int32 [N, J]. angles: pointers [N, 1] to tokens."""
-    LEVEL: tl.constexpr = S[LEAF][LEVELS] - 1 - UP
-    B: tl.constexpr = S[LEAF][LEVEL_BITS + LEVEL]
-    ALL: tl.constexpr = B << UP
-    START: tl.constexpr = _first_bit(S, LEAF, LEVEL)
-    MASK: tl.constexpr = ((1 << B) - 1) << 2
-    places = ()
-    if ALL % 8 == 0 and START % 8 == 0:
-        bytes = ()
-        for i in tl.static_range(ALL // 8):
-            at = START // 8 + ALL // 8 * j + i
-            bytes = bytes + (tl.load(angles + at * S[LEAF][BLOCK]).to(tl.int32),)  # type: ignore[assignment]
-        for k in tl.static_range(1 << UP):
-            code = bytes[B * k // 8] >> (B * k % 8)
-            if B * k % 8 + B > 8:
-                code |= bytes[B * k // 8 + 1] << (8 - B * k % 8)
-            places = places + ((code << 2) & MASK,)  # type: ignore[assignment]
-    else:
-        for k in tl.static_range(1 << UP):
-            bit = START + ALL * j + B * k
-            code = tl.load(angles + (bit >> 3) * S[LEAF][BLOCK]).to(tl.int32)
-            if 8 % B != 0 or START % B != 0:
-                over = (bit & 7) + B > 8
-                code |= tl.load(angles + ((bit >> 3) + 1) * S[LEAF][BLOCK], mask=over, other=0).to(tl.int32) << 8
-            places = places + (((code >> (bit & 7)) << 2) & MASK,)  # type: ignore[assignment]
-    return places
-
-
-@triton.jit
-def decode_polar(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """Decode to x̂, float32 [N, channels]."""
-    x, most = _polar(leaf, b, h, n0, T, S, LEAF, N)
-    return x.to(tl.float32) * (leaf[8] * most)
-
-
-@triton.jit
-def load_keys_polar(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """Scores [N, rows] of q float32 [channels, rows]."""
-    x, most = _polar(leaf, b, h, n0, T, S, LEAF, N)
-    return product(x, q.to(tl.float16)) * (leaf[8] * most)
-
-
-@triton.jit
-def load_values_polar(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, N: tl.constexpr):
-    """Σ p·v̂ [channels, rows] of weights p float32 [N, rows]."""
-    x, most = _polar(leaf, b, h, n0, T, S, LEAF, N)
-    return product(tl.trans(x), p.to(tl.float16)) * (leaf[8] * most)
 
 
 # Fields of a leaf of signs with channels per block: those of `signs`; the sketch and its row
@@ -317,7 +170,7 @@ def load_keys_sketch(
         q = tl.load(rows[None, None, :] + m[:, :, None], mask=ok, other=0.0).to(tl.float32) - q
     most = largest(q)
     signs = tl.reshape(_sketch_signs(leaf, b, h, n0, T, S, LEAF, NB * 32), (NB, 32, P))
-    s = tl.reshape(product(signs, (q / most).to(tl.float16)) * most, (NB * 32, R))
+    s = tl.reshape(product(signs, (q * inverse(most)).to(tl.float16)) * most, (NB * 32, R))
     return s * norms_of(leaf, b, h, n0, T, S, LEAF, NB * 32)[:, None]
 
 
@@ -335,14 +188,14 @@ def decode_sketch(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, NB: tl
         own = tl.arange(0, C)
         sketch = _columns(leaf, own, own < S[LEAF][CHOSEN], S, LEAF)
         most = largest(sketch)
-        x = product(signs, (sketch / most).to(tl.float16))
+        x = product(signs, (sketch * inverse(most)).to(tl.float16))
         size = largest(x)
-        x = product(tl.reshape((x / size).to(tl.float16), (NB, 32, C)), hot) * (size * most)
+        x = product(tl.reshape((x * inverse(size)).to(tl.float16), (NB, 32, C)), hot) * (size * most)
     else:
         d = tl.arange(0, D)
         sketch = _columns(leaf, d, d < S[LEAF][CHANNELS], S, LEAF)
         most = largest(sketch)
-        x = tl.reshape(product(signs, (sketch / most).to(tl.float16)) * most, (NB, 32, D))
+        x = tl.reshape(product(signs, (sketch * inverse(most)).to(tl.float16)) * most, (NB, 32, D))
         x *= 1.0 - tl.max(hot, axis=1).to(tl.float32)[:, None, :]
     return tl.reshape(x, (NB * 32, D)) * norms_of(leaf, b, h, n0, T, S, LEAF, NB * 32)[:, None]
 
@@ -352,7 +205,7 @@ def load_values_sketch(leaf, p, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr
     """Σ p·v̂ [channels, rows] of weights p float32 [32·NB, rows]."""
     x = decode_sketch(leaf, b, h, n0, T, S, LEAF, NB)
     most = largest(x)
-    return product(tl.trans((x / most).to(tl.float16)), p.to(tl.float16)) * most
+    return product(tl.trans((x * inverse(most)).to(tl.float16)), p.to(tl.float16)) * most
 
 
 # Fields of a rotated-mean leaf: the vectors with strides of batch row, head and channel; angles
@@ -379,7 +232,7 @@ def load_keys_rotated_mean(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.const
         a, z = first_cos_sin(leaf, ANGLES, b, h, n0, column, moved[None, :])
         a, z = tl.reshape(a, (c.shape[0],)), tl.reshape(z, (c.shape[0],))
         most = largest(tl.abs(mean) + tl.abs(across))
-        own, other = (mean * a + across * z) * (1.0 / most), (across * a - mean * z) * (1.0 / most)
+        own, other = (mean * a + across * z) * inverse(most), (across * a - mean * z) * inverse(most)
         cos, sin = step_cos_sin(leaf, ANGLES, column, moved[None, :], N)
         s = product(cos.to(tl.float16), (q * own[:, None]).to(tl.float16))
         return (s + product(sin.to(tl.float16), (q * other[:, None]).to(tl.float16))) * most
@@ -387,4 +240,4 @@ def load_keys_rotated_mean(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.const
         cos, sin = tile_cos_sin(leaf, ANGLES, b, h, n0, T, column, sine, moved[None, :], N, S[LEAF][ANGLES_KIND])
         x = mean[None, :] * cos + across[None, :] * sin
         most = largest(x)
-        return product((x / most).to(tl.float16), q.to(tl.float16)) * most
+        return product((x * inverse(most)).to(tl.float16), q.to(tl.float16)) * most

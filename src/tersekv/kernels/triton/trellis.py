@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.language.target_info import is_cuda
 
 from tersekv.kernels.triton.leaves import BLOCK, CHANNELS, PADDED, STREAM_WORDS
-from tersekv.kernels.triton.tiles import INTERPRETED, head_at, largest, once, product, stored_at, tokens_at
+from tersekv.kernels.triton.tiles import INTERPRETED, head_at, inverse, largest, once, product, stored_at, tokens_at
 
 # Fields of a leaf: stream and gains with strides of batch row, head and block; bits and scales with
 # strides of batch row, head and component; tables.
@@ -106,7 +106,7 @@ def load_keys_trellis(leaf, q, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr,
     gains = _gains(leaf, b, h, n0, T, S, LEAF, N)
     q *= scales[:, None]
     most = largest(q)
-    return trellis_scores((x, gains, most), q / most)
+    return trellis_scores((x, gains, most), q * inverse(most))
 
 
 @triton.jit
@@ -122,7 +122,7 @@ def load_latent_trellis(leaf, b, h, n0, T, S: tl.constexpr, LEAF: tl.constexpr, 
     all."""
     scales = _scales(leaf, b, h, S, LEAF)
     most = largest(scales)
-    x = _entries(leaf, b, h, n0, T, S, LEAF, N) * (scales * (1.0 / most)).to(tl.float16)[None, :]
+    x = _entries(leaf, b, h, n0, T, S, LEAF, N) * (scales * inverse(most)).to(tl.float16)[None, :]
     return once(x), _gains(leaf, b, h, n0, T, S, LEAF, N), most
 
 
