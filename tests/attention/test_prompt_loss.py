@@ -89,6 +89,20 @@ def test_no_mask_means_causal():
     torch.testing.assert_close(both[0][1].weights, both[1][1].weights)
 
 
+def test_two_rates_have_the_whole_metric():
+    """An error in keys costs eᵀ·M·e, here of one observed query, whose products with itself M is."""
+    keys, values, query = normal(1, H, T, D), normal(1, H, T, D, seed=1), normal(1, H, 1, D, seed=2)
+    call, coded = AttentionCall(query, None, 0.3), torch.ones(1, T)
+    diagonal, whole = (observed_loss(keys, values, call, coded, form)[0].metric for form in (False, True))
+    share = diagonal / query[:, :, 0].square()
+    torch.testing.assert_close(whole, share[..., None] * query[:, :, 0, :, None] * query[:, :, 0, None])
+    for policy, dims in (("window", 3), ("mixed", 4)):
+        store = store_of(keys, f"{policy}:recent=16+trellis:bits=3,calibration=prompt")
+        losses = observe(store, *(normal(1, H, 200, D, seed=s) for s in (3, 4)),
+                         AttentionCall(normal(1, H, 200, D, seed=5), None, 0.3)).losses  # fmt: skip
+        assert losses[0].metric.dim() == dims
+
+
 def store_of(keys: Tensor, recipe: str = RECIPE, window: int | None = None) -> LayerStore:
     return LayerStore(Recipe.parse(recipe).plan(0, 1), keys, keys, window, standard_rope(D))
 

@@ -11,6 +11,10 @@ Squared and summed over the query heads of a KV head and over some queries, with
   w_q = scaling²·Σ_n p_n²·|v_n − o|²;
 - values: token n has the weight Σ_q p_n².
 
+Keys with two rates have the whole metric Σ_q w_q·q·qᵀ. At a low rate, errors are as large as the keys' own
+variance, which is small along the mean query of some heads: there the diagonal lets through errors that change a
+score by 25 (layer 0 of Qwen2.5).
+
 Codecs that observe scores get another loss, `score_loss`, from all queries of the second half.
 
 Tokens that stay exact, or are hidden, have weight 0. Attention functions do not see the projection
@@ -54,7 +58,9 @@ def prompt_loss(
         keys, values = torch.cat([held[0], keys], dim=2), torch.cat([held[1], values], dim=2)
     kinds = store.keys.codec.observes, store.values.codec.observes
     with one_thread(PRODUCTS * keys.numel()):
-        of_keys, of_values = losses_for(kinds, keys, values, call, _coded(store, call, keys.shape[2]))
+        of_keys, of_values = losses_for(
+            kinds, keys, values, call, _coded(store, call, keys.shape[2]), bool(store.ranked)
+        )
     if store.latent and of_keys is not None and of_keys.metric is not None:
         of_keys = of_keys._replace(metric=of_keys.metric[..., : store.keys.head_dim])
     return of_keys, of_values
@@ -62,15 +68,20 @@ def prompt_loss(
 
 @torch.no_grad()
 def losses_for(
-    kinds: tuple[Observes | None, Observes | None], keys: Tensor, values: Tensor, call: AttentionCall, coded: Tensor
+    kinds: tuple[Observes | None, Observes | None],
+    keys: Tensor,
+    values: Tensor,
+    call: AttentionCall,
+    coded: Tensor,
+    whole: bool = False,
 ) -> tuple[TokenLoss | None, TokenLoss | None]:
     """Return the loss that the codecs of keys and values observe, None for one that observes nothing.
 
-    kinds: of both codecs, see `Codec.observes`. keys, values, coded: see `observed_loss`.
+    kinds: of both codecs, see `Codec.observes`. keys, values, coded, whole: see `observed_loss`.
     """
     found: dict[str | None, tuple[TokenLoss | None, TokenLoss | None]] = {None: (None, None)}
     if "loss" in kinds:
-        found["loss"] = observed_loss(keys, values, call, coded)
+        found["loss"] = observed_loss(keys, values, call, coded, whole)
     if "scores" in kinds:
         seen = call.query[:, :, call.query.shape[2] // 2 :]
         of_keys, of_values = score_loss(keys.float(), grouped(seen, keys.shape[1]).flatten(2, 3).float())
@@ -80,19 +91,23 @@ def losses_for(
 
 
 @torch.no_grad()
-def observed_loss(keys: Tensor, values: Tensor, call: AttentionCall, coded: Tensor) -> tuple[TokenLoss, TokenLoss]:
+def observed_loss(
+    keys: Tensor, values: Tensor, call: AttentionCall, coded: Tensor, whole: bool = False
+) -> tuple[TokenLoss, TokenLoss]:
     """Return the loss of errors in keys and values [B, Hkv, T, D], as queries of the call show it.
 
     The call's queries are those of the latest tokens.
 
     coded: float32 [B or 1, T], 1 for tokens that are coded, 0 for exact ones.
+    whole: return the metric of keys [B, Hkv, D, D], not only its diagonal [B, Hkv, D].
     """
     keys, values, q = keys.float(), values.float(), call.query.shape[2]
     past = keys.shape[2] - q
     at = torch.linspace(q // 2, q - 1, min(QUERIES, q - q // 2), device=keys.device).long()
     lengths, counts = values.square().sum(-1).unsqueeze(2), coded[:, None, None]
     of_keys, of_values = torch.zeros_like(lengths[:, :, 0]), torch.zeros_like(lengths[:, :, 0])
-    metric = torch.zeros_like(keys[:, :, 0])
+    D = keys.shape[-1]
+    metric = keys.new_zeros((*keys.shape[:2], D, D) if whole else (*keys.shape[:2], D))
     for tile in at.split(max(TILE, MOST_WEIGHTS // (call.query[:, :, 0, 0].numel() * keys.shape[2]))):
         query = grouped(call.query[:, :, tile], keys.shape[1])
         p = _weights(query, keys, call, tile, past)
@@ -105,7 +120,8 @@ def observed_loss(keys: Tensor, values: Tensor, call: AttentionCall, coded: Tens
         of_values += squared.sum(2)
         lost = squared.mul_(far.clamp_(min=0))
         of_keys += lost.sum(2)
-        metric += (lost.sum(-1, keepdim=True) * query.square()).sum(2)
+        share = lost.sum(-1, keepdim=True)
+        metric += (share * query).mT @ query if whole else (share * query.square()).sum(2)
     return TokenLoss(of_keys, call.scaling**2 * metric), TokenLoss(of_values)
 
 
