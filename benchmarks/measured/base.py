@@ -27,6 +27,8 @@ BY_LAYER = {None, "c2a3663", "4ec6f08", "9c9df46", "640f464-dirty", "06eb49a-dir
 """Commits at which all heads of a layer had the same rates under `mixed`. None: older runs, without a commit."""
 ANY_SHARE = {"6cab601", "492a520", "19f13f10"}
 """Later commits at which `allot=prompt` could give almost all tokens of a head its higher rate."""
+DIAGONAL = ANY_SHARE | {"94007a45", "9990bd26", "f53e82b2", "efc2c359"}
+"""Commits at which keys with two rates were fitted to the diagonal of the metric of their queries."""
 
 
 @dataclass(frozen=True)
@@ -80,9 +82,14 @@ def rows(*names: str) -> list[Row]:
 
 def earlier(row: Row) -> str:
     """Return a note for a row whose rates were chosen in an earlier way, else nothing."""
-    if "allot=" in row["recipe"] and row.get("commit") in BY_LAYER:
+    commit, recipe = row.get("commit"), row["recipe"]
+    if "allot=" not in recipe:
+        return ""
+    if commit in BY_LAYER:
         return " (rates by layer)"
-    return " (any share)" if "allot=prompt" in row["recipe"] and row.get("commit") in ANY_SHARE else ""
+    if "allot=prompt" in recipe and commit in ANY_SHARE:
+        return " (any share)"
+    return " (diagonal metric)" if commit in DIAGONAL else ""
 
 
 def wrapped(text: str) -> str:
