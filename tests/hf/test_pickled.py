@@ -136,8 +136,9 @@ def test_the_original_does_not_change(llama, recipe, way, tmp_path):
         assert after == before
         assert all(layer.store.__dict__.get("_pages") is pages for layer, pages in zip(cache.layers, kept, strict=True))
         theirs = {x.data_ptr() for x in addresses(made)[0] if x.numel()}
-        tables = {x.data_ptr() for layer in cache.layers for x in layer.store.tables()}
-        assert theirs & {x.data_ptr() for x in held if x.numel()} <= tables  # tables of codecs, shared by all caches
+        tables = [x for layer in cache.layers for x in layer.store.tables()] + list(tensors_of(cache.ropes, {}))
+        shared = {x.data_ptr() for x in tables}  # tables of codecs and of RoPE, which all caches of a model share
+        assert theirs & {x.data_ptr() for x in held if x.numel()} <= shared
 
 
 def test_linear_layers_do_not_change():
