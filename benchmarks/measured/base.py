@@ -20,6 +20,7 @@ MODELS = {
 NAMES = {
     "full": "full cache", "quanto-4": "quanto, 4 bits", "hqq-4": "HQQ, 4 bits",
     "trellis:bits=3.5,calibration=prompt": "`default`", "trellis:bits=4,calibration=prompt": "`safe`",
+    "mixed:allot=prompt,bias_correction=full+trellis:bits=1.7,calibration=prompt": "`small`",
 }  # fmt: skip
 """Names of caches in tables that are not their recipe."""
 

@@ -87,9 +87,12 @@ def page() -> Page:
                 "A fact is hidden in a text, which is packed before the question is read. Each cell compares a cache "
                 "with the full one on the same samples: facts found, and the negative log-likelihood of the right "
                 "answer (NLL), nats per token. Rates of `mixed:allot=model` were measured on the text of its first "
-                "use, and those of `allot=prompt` are read from the prompt; rows say where a layer has one pair, and "
-                "where any share of a head's tokens could have its higher rate. On Gemma 1.7 bits miss facts also with "
-                "equal rates: they are too few for one KV head of 256 channels.",
+                "use, and those of `allot=prompt` are read from the prompt; `small` is "
+                "`mixed:allot=prompt,bias_correction=full+trellis:bits=1.7,calibration=prompt`. Rows say where a layer "
+                "has one pair of rates, and where keys were fitted to the diagonal of the metric of their queries. On "
+                "Gemma 1.7 bits miss facts also with equal rates: they are too few for one KV head of 256 channels. "
+                "Since the rows with the diagonal `allot=prompt` gives such heads 3.5 bits on average or more, and "
+                "layers with a sliding window 4.",
                 found_facts(rows("retrieval.jsonl")), ["retrieval.jsonl"], FACTS_COMMAND.format("MODEL"),
             ),
             Section(

@@ -83,9 +83,10 @@ def page() -> Page:
             Section(
                 "The presets",
                 "wikitext-2 test: 2,048 tokens are packed after one exact prefill, and the next 256 are read 128 at a "
-                "time; mean and standard error over windows. On Gemma 3 the presets are `kivi:bits=4` at this length.",
+                "time; mean and standard error over windows. On Gemma 3 `default` and `safe` are `kivi:bits=4` at this "
+                "length.",
                 presets(), ["presets_divergence.jsonl"],
-                "tersekv eval divergence -m MODEL -r default -r safe -r kivi:bits=4 --text FILE --context 2304 "
+                "tersekv eval divergence -m MODEL -r default -r safe -r kivi:bits=4 -r small --text FILE --context 2304 "
                 "--prefix 2048 --windows 8 --out FOLDER",
             ),
             Section(
