@@ -109,6 +109,7 @@ def test_list_of_one(capfd: pytest.CaptureFixture[str]) -> None:
     assert (one["options"]["bits"], one["options"]["calibration"], one["fits_on"]) == (3.5, "prompt", "prompt")
     assert one["bits"]["64"]["mean"] > 3.5
     assert run_json(capfd, "list", "trellis")["options"]["bits"] == 2
+    assert run_json(capfd, "list", "small")["options"]["allot"] == "prompt"
 
 
 def test_models(empty_cache: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,7 +98,7 @@ def describe_one(name: str) -> dict[str, Any]:
     from tersekv.codecs import methods, registered
     from tersekv.errors import UserError, hint
     from tersekv.policies import policies
-    from tersekv.recipe import PRESETS
+    from tersekv.recipe import PRESETS, Recipe
 
     asked = PRESETS.get(name, name).partition(":")[0]
     known = {**methods(), **policies()}
@@ -109,8 +109,8 @@ def describe_one(name: str) -> dict[str, Any]:
         policy = policies()[asked]
         one: dict[str, Any] = {
             "name": asked,
-            "options": policy().options(),
-            "example": policy.recommended or f"{asked}+default",
+            "options": (Recipe.parse(name).policy() if name in PRESETS else policy()).options(),
+            "example": PRESETS.get(name) or policy.recommended or f"{asked}+default",
         }
         says = sentences(policy)
     else:
