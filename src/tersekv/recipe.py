@@ -30,8 +30,8 @@ PRESETS = {
     "safe": "trellis:bits=4,calibration=prompt",
     "small": RECOMMENDED,
 }
-"""Named recipes that need no calibration and find in long texts what the full cache finds (docs/recipes.md).
-Commands use `default` if no recipe is given."""
+"""Named recipes that need no calibration. `default` and `safe` find in long texts what the full cache finds, `small`
+nearly all of it (docs/recipes.md). Commands use `default` if no recipe is given."""
 
 DEFAULT_POLICY = "window"
 
