@@ -86,8 +86,8 @@ def page() -> Page:
                 "time; mean and standard error over windows. On Gemma 3 `default` and `safe` are `kivi:bits=4` at this "
                 "length.",
                 presets(), ["presets_divergence.jsonl"],
-                "tersekv eval divergence -m MODEL -r default -r safe -r kivi:bits=4 -r small --text FILE --context 2304 "
-                "--prefix 2048 --windows 8 --out FOLDER",
+                "tersekv eval divergence -m MODEL -r default -r safe -r kivi:bits=4 -r small --text FILE "
+                "--context 2304 --prefix 2048 --windows 8 --out FOLDER",
             ),
             Section(
                 "All recipes",
