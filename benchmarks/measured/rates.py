@@ -172,7 +172,8 @@ def page() -> Page:
                 "them .75. The mean query of one query head is 131 long, and keys hardly vary along it, because "
                 "channels cancel each other. Codes of .75 bits leave errors in single components, which do not "
                 "cancel. One token (`0` of `20th`) got a score that was 25 too high, and then nearly all attention of "
-                "that query head. The whole metric Σ w·q·qᵀ counts such errors. With it the window has .0061 (`presets_divergence.jsonl`).",
+                "that query head. The whole metric Σ w·q·qᵀ counts such errors. With it the window has .0061 "
+                "(`presets_divergence.jsonl`).",
                 on_the_prompt(), ["prompt_rates.jsonl"],
                 evaluation.format(8).replace("divergence", "divergence --model MODEL"),
             ),
