@@ -56,8 +56,8 @@ INSTALL = (
 )
 
 RECIPE = (
-    "Recipe: a preset (default, safe, small) or for example kivi:bits=4. With vLLM a preset's codec is calibrated "
-    "once per model, because pages are shared by prompts."
+    "Recipe: a preset (default, safe, small) or for example kivi:bits=4. vLLM serves no policy, so not small, and a "
+    "preset's codec is calibrated once per model there, because pages are shared by prompts."
 )
 
 ENGINES = "here", "vllm"

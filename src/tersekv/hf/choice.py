@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tersekv.codecs.common.layer_choice import WIDE
 from tersekv.errors import UserError
 from tersekv.hf.facts import Known, bias_fault, load_known, most_tokens, of_config, refusals
 from tersekv.units import LONGEST, human_bytes, parse_bytes, parse_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
-
-WIDE = 256
-"""Channels of a head from which on `safe` and `default` are alike."""
 
 FEW_TOKENS = 1024
 """Length below which little is gained."""
