@@ -90,9 +90,15 @@ struct Workspace {
     for (int64_t r = 0; r < task.rows; r++) {
       const int64_t row = (task.b * call.H + task.h) * call.R + task.row + r;
       task.lse[row] = finish_row(sum + r * sum_stride, call.Dv, state[r], task.out + row * call.Dv);
-      // A bias of all scores of a row changes the row's log-sum-exp only.
-      if (call.scores.bias) task.lse[row] += call.scores.bias[row];
     }
+  }
+
+  // Add the bias of a call's scores, times `sign`, to the maxima. It is the same for all scores of a row, so maxima
+  // without it can be compared with scores without it.
+  void shift(const Call& call, const Task& task, float sign) const {
+    if (!call.scores.bias) return;
+    const float* bias = call.scores.bias + (task.b * call.H + task.h) * call.R + task.row;
+    for (int64_t r = 0; r < task.rows; r++) state[r].max += sign * bias[r];
   }
 };
 
@@ -245,8 +251,12 @@ void attend_tiles(const Part* parts, int64_t count) {
     if (const int64_t own = tile_tokens(*parts[i].call); own > most) most = own;
   const Workspace w(any, parts->task, most, least(kTileRows, parts->task.rows), scaling);
   for (int64_t i = 0; i < count; i++) {
+    const Part& part = parts[i];
+    if (part.task.first == part.task.last) continue;
     const ScratchScope scope;
-    if (parts[i].task.first < parts[i].task.last) add_tiles<S>(*parts[i].call, parts[i].task, w, factor);
+    w.shift(*part.call, part.task, -1.0f);
+    add_tiles<S>(*part.call, part.task, w, factor);
+    w.shift(*part.call, part.task, 1.0f);
   }
   w.finish(any, parts->task);
 }
@@ -297,6 +307,7 @@ void attend_task(const Part* parts, int64_t count) {
       value_layout.add_sums(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
     });
   }
+  w.shift(call, task, 1.0f);
   w.finish(call, task);
 }
 

@@ -76,9 +76,7 @@ struct CallTasks : HeadTasks {
   explicit CallTasks(const Call& of) : HeadTasks(of) {}
 
   // True if tasks can read the next call too.
-  bool takes(const Call& of) const {
-    return call->tiles && of.tiles && call->scores.bias == of.scores.bias && rounds_tiles(*call) == rounds_tiles(of);
-  }
+  bool takes(const Call& of) const { return call->tiles && of.tiles && rounds_tiles(*call) == rounds_tiles(of); }
 
   void add(const Call& of) {
     count++;
