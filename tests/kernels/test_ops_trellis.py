@@ -52,7 +52,7 @@ def check(y, weight, bits):
     held = (bits > 0)[:, None].expand_as(windows)
     assert (windows[~held] == 0).all()
     if not (bits.long().sum(1) % 16).any() and len({*bits.long().sum(1).tolist()}) == 1:
-        back = windows_of(pack_stream(windows, bits), bits)
+        back = windows_of(pack_stream(windows, bits, int(bits[0].sum()) // 16), bits)
         assert torch.equal(back[held], windows.long()[held]), "the windows are no ring"
     return windows
 
@@ -270,7 +270,25 @@ def test_packing_does_not_depend_on_the_batch(isa):  # noqa: F811
     assert (zero[1] == 0).all()
 
 
-def test_packing_refuses_rates_that_do_not_fill_the_stream():
+@pytest.mark.parametrize(("last", "sum_"), [(2, 64), (3, 65)])
+def test_packing_refuses_rates_that_do_not_fit_the_stream(last, sum_):
     y, weight, bits = torch.randn(1, 4, 32), torch.ones(1, 32), torch.full((1, 32), 2, dtype=torch.uint8)
-    with pytest.raises(ValueError, match="expected a sum of 80, got 64"):
-        native.pack_trellis(y, weight, bits, tables(), 5, [3], torch.zeros(1))
+    bits[0, -1] = last
+    with pytest.raises(ValueError, match=f"expected a multiple of 16 up to 48, got {sum_}"):
+        native.pack_trellis(y, weight, bits, tables(), 3, [3], torch.zeros(1))
+
+
+def test_rows_may_fill_less_than_the_stream(isa):  # noqa: F811
+    x, shift, inverse, weight, bits, tables_, words, steps, enough = vector_call(64, 32)
+    bits = torch.cat([bits, bits - (bits == 2).byte()])
+    bits[-len(bits) // 2 :, -(int(bits[-1].sum()) % 16 or 16) :] -= 1
+    assert int(bits[-1].sum()) % 16 == 0 and int(bits[-1].sum()) < int(bits[0].sum())
+    call = *(torch.cat([t, t]) for t in (x, shift, inverse, weight)), bits
+    rest = tables_, words, steps, torch.cat([enough, enough])
+    both, n = native.pack_vectors(*call, *rest), len(x)
+    fewer = int(bits[-1].sum()) // 16
+    alone = native.pack_vectors(*(t[n:] for t in call), tables_, fewer, steps, enough)
+    assert torch.equal(both[0][n:, :, :fewer], alone[0]) and not both[0][n:, :, fewer:].any()
+    assert all(torch.equal(ours[n:], theirs) for ours, theirs in zip(both[1:], alone[1:], strict=True))
+    expected = pack_vectors.reference(*call, *rest)
+    assert (both[0] == expected[0]).all(-1).float().mean() > 0.9

@@ -35,7 +35,7 @@ def _rest(bits):
 @given(rates(), st.integers(0, 2**32 - 1))
 def test_round_trip(bits, seed):
     windows, stream = ring(bits, seed)
-    words = pack_stream(windows, bits[None])
+    words = pack_stream(windows, bits[None], int(bits.sum()) // 16)
     assert words.dtype is torch.int16
     assert words.shape == (1, 3, int(bits.long().sum()) // 16)
     held = bits > 0
@@ -51,9 +51,9 @@ def test_rows_have_their_own_bits(first, second, seed):
         second = first.flip(0)
     windows = torch.cat([ring(first, seed)[0], ring(second, seed + 1)[0]])
     both = torch.stack([first, second])
-    words = pack_stream(windows, both)
+    words = pack_stream(windows, both, int(both[0].sum()) // 16)
     for row in range(2):
-        assert torch.equal(words[row], pack_stream(windows[row : row + 1], both[row : row + 1])[0])
+        assert torch.equal(words[row], pack_stream(windows[row : row + 1], both[row : row + 1], words.shape[-1])[0])
         held = both[row] > 0
         assert torch.equal(windows_of(words, both)[row][:, held], windows[row].long()[:, held])
 
@@ -64,7 +64,7 @@ def test_golden_bytes():
     bits = torch.full((1, 8), 2, dtype=torch.uint8)
     new = [1, 2, 3, 0, 1, 2, 3, 0]
     windows = [[new[d] << 6 | new[d - 1] << 4 | new[d - 2] << 2 | new[d - 3] for d in range(8)]]
-    words = pack_stream(torch.tensor([windows], dtype=torch.uint8), bits)
+    words = pack_stream(torch.tensor([windows], dtype=torch.uint8), bits, int(bits.sum()) // 16)
     assert words.tolist() == [[[0b0011100100111001]]]
     assert windows_of(words, bits)[0, 0].tolist() == windows[0]
 
@@ -78,13 +78,13 @@ def test_golden_bytes_of_mixed_rates():
     windows = windows_of(words, bits)[0, 0]
     # The first one's oldest bits are the ring's last.
     assert windows[[0, 2, 3, 4]].tolist() == [0b110001_10, 0b1_110001_1, 0b0110_1_110, 0b10011_011]
-    assert torch.equal(pack_stream(windows.to(torch.uint8).view(1, 1, 5), bits), words)
+    assert torch.equal(pack_stream(windows.to(torch.uint8).view(1, 1, 5), bits, words.shape[-1]), words)
 
 
 def test_tokens_are_lanes():
     bits = torch.tensor([[[2] * 8] * 2], dtype=torch.uint8)
     windows = torch.cat([ring(bits[0, 0], seed)[0] for seed in range(2 * 64 // 3 + 1)], 1)[0, : 2 * 64]
-    stream = pack_stream(windows.view(2, 64, 8), bits[0]).view(1, 2, 2, 32, 1)
+    stream = pack_stream(windows.view(2, 64, 8), bits[0], 1).view(1, 2, 2, 32, 1)
     planes = {"stream": stream.transpose(-1, -2).contiguous()}
     assert planes["stream"].shape == (1, 2, 2, 1, 32) == (1, 2, 2, *trellis_layout(1).planes["stream"].shape)
     planes["gain"] = torch.full((1, 2, 2, 32), 144, dtype=torch.uint8)

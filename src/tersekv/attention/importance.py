@@ -63,7 +63,6 @@ def importances(
         later = torch.arange(first, q, device=keys.device) > at[:, None]
     else:
         query = torch.cat([kept.float(), query], dim=2) if kept.shape[2] else query
-        query = moved(query, ranked.query_rope, past + keys.shape[2])
     hidden, counts = None, None
     if call.mask is not None:
         seen = call.mask.any(dim=1)[:, -tokens:].expand(len(keys), -1)
@@ -73,6 +72,7 @@ def importances(
         counts = torch.nn.functional.pad(counts, (0, 0, kept.shape[2], 0), value=1.0)
     total = key.new_zeros(key.shape[:3], dtype=torch.float32)
     rows, logits = rows_in_turn(query, call.sink_logits, key.shape[1], every=bool(again))
+    rows = rows if again else moved(rows, ranked.query_rope, past + keys.shape[2])
     rows, heads = rows.to(key.dtype), rows.shape[2] // query.shape[2]
     later, counts = (x if x is None else x.repeat_interleave(heads, dim=-2) for x in (later, counts))
     cut = 0 if early is None else (kept.shape[2] + int((at < first + early).sum())) * heads
@@ -130,7 +130,7 @@ def rows_in_turn(
 
 
 def moved(query: Tensor, rope: Rope | None, tokens: int) -> Tensor:
-    """Return queries [B, Hq, n, D] after RoPE, rotated further by so many tokens."""
+    """Return queries [B, H, n, D] after RoPE, rotated further by so many tokens."""
     if rope is None or rope.varies:
         return query
     cos, sin = rope.cos_sin(tokens, 1, tokens + 1, query.device)

@@ -40,6 +40,9 @@ MOST_INPUT, MOST_INPUT_ON_GPU = 1 << 22, 1 << 26
 """Elements of float32 tokens that are held at a time if some heads' tokens are encoded at several rates, or those of
 one head."""
 
+TOGETHER, TOGETHER_ON_GPU = 1 << 18, 1 << 21
+"""Elements of several heads and rates that are encoded in one call. More would need large copies of their bases."""
+
 FIT_TOKENS = 2048
 """Maximum number of prompt tokens that a codec is fitted on, to limit float64 copies."""
 

@@ -36,9 +36,9 @@ class LostVariance:
         n, known = keys.shape[2], view.uncoded
         before = keys.float()
         if known is None:
-            coded = view.inner.decode()[:, :, :n]
+            coded = view.inner.floats(torch.float32)[:, :, :n]
         else:
-            coded, before = view.decode()[:, :, :n] - known[:, :, :n], before - known[:, :, :n]
+            coded, before = view.floats(torch.float32)[:, :, :n] - known[:, :, :n], before - known[:, :, :n]
             coded = view.linear.components(coded)
         before = view.linear.components(before)
         weights = before.new_ones((1, 1, n, 1)) if counts is None else counts.unsqueeze(-1).float()

@@ -76,36 +76,53 @@ def encoded_side(
     return [(codecs[0], sides[0].encoded(codecs[0], parts, store.heads, share))]
 
 
+class Piece(NamedTuple):
+    """Tokens `start` to `stop` of some heads of a tier, in the order of their positions, that are encoded at a time."""
+
+    tier: int
+    heads: slice
+    start: int
+    stop: int
+
+
 def by_rate(store: Store, side: int, codecs: Sequence[Codec], x: Tensor, call: Packing) -> list[Encoded]:
     """Return the new blocks of each tier, with room for as many in every head as the head with the most of them has.
 
     codecs: of the tiers. x: tokens [B, H, leave or more, D].
     """
     ranked, (B, H, _, D), n = store.ranked[0], x.shape, call.leave
-    blocks = [count.amax(0).tolist() for count in ranked.blocks(n)]
+    counts = [count[0] * store.flush_tokens for count in ranked.blocks(n)]
     layouts = [codec.layout(D) for codec in codecs]
-    per_block = [store.flush_tokens // layout.block_tokens for layout in layouts]
     device = "meta" if x.is_meta else x.device
     planes = [
-        blank(layout, B, H, max(count) * per, device)
-        for layout, count, per in zip(layouts, blocks, per_block, strict=True)
+        blank(layout, B, H, int(count.max()) // layout.block_tokens, device)
+        for layout, count in zip(layouts, counts, strict=True)
     ]
     lost = [tier.sides[side].lost for tier in store.tiers]
-    most = coding.MOST_INPUT_ON_GPU if x.is_cuda else coding.MOST_INPUT
+    if x.is_meta:
+        return [([new], variance) for new, variance in zip(planes, lost, strict=True)]
     assert call.high is not None
-    for heads in () if x.is_meta else ranked.alike(n, max(1, most // (B * n * D))):
+    places = [ranked.places(tier, call.high, count) for tier, count in enumerate(counts)]
+    most = coding.MOST_INPUT_ON_GPU if x.is_cuda else coding.MOST_INPUT
+    step = max(1, most // (B * n * D))
+    for first in range(0, H, step):
+        heads = slice(first, min(first + step, H))
+        of = [codec.of_heads(first, heads.stop - first) for codec in codecs]
         own = x[:, heads, :n]
-        before = _inputs(store, side, codecs[0].of_heads(heads.start, own.shape[1]), own, call.place)
-        for tier, index in ranked.parts(call.high, heads):
-            codec, packed = codecs[tier].of_heads(heads.start, own.shape[1]), store.tiers[tier].sides[side]
-            taken, made = gathered(before, index), []
-            for start, stop in coding.chunks(0, index.shape[2], store.flush_tokens, own):
-                made.append(codec.encode(taken[:, :, start:stop]))
-            parts = layouts[tier].join(made)
-            for name, plane in parts.items():
-                planes[tier][name][:, heads, : plane.shape[2]] = plane
-            if packed.corrected:
-                lost[tier] = _lost(store, tier, lost[tier], heads, codec, parts, own, taken, index, call)
+        before = _inputs(store, side, of[0], own, call.place)
+        for some in _together(store, own, counts, heads):
+            parts = []
+            for tier, which, start, stop in some:
+                inner = before[:, which.start - first : which.stop - first]
+                parts.append((codecs[tier], which, gathered(inner, places[tier][:, which, start:stop])))
+            for piece, made in zip(some, type(codecs[0]).encode_all(parts), strict=True):
+                at = piece.start // layouts[piece.tier].block_tokens
+                for name, plane in made.items():
+                    planes[piece.tier][name][:, piece.heads, at : at + plane.shape[2]] = plane
+        for tier, of_tier in enumerate(store.tiers):
+            if of_tier.sides[side].corrected:
+                found = planes[tier], own, before, places[tier][:, heads], counts[tier][heads]
+                lost[tier] = _lost(store, tier, lost[tier], heads, of[tier], *found, call)
     return [([new], variance) for new, variance in zip(planes, lost, strict=True)]
 
 
@@ -114,6 +131,31 @@ def _inputs(store: Store, side: int, codec: Codec, x: Tensor, place: int) -> Ten
     parts = coding.chunks(0, x.shape[2], store.flush_tokens, x)
     tokens = (with_angles(store, side, x[:, :, start:stop], place + start) for start, stop in parts)
     return joined(*(coding.codec_input(codec, part) for part in tokens))
+
+
+def _together(store: Store, x: Tensor, counts: Sequence[Tensor], heads: slice) -> Iterator[list[Piece]]:
+    """Yield pieces of all tiers that are encoded together.
+
+    Few tokens are encoded in one call, because each call takes longer than their search. x: tokens of these heads.
+    counts: tokens of all heads in each tier.
+    """
+    B, _, _, D = x.shape
+    most = coding.TOGETHER_ON_GPU if x.is_cuda else coding.TOGETHER
+    some: list[Piece] = []
+    elements = 0
+    for which in store.ranked[0].alike(counts, heads):
+        for tier, count in enumerate(counts):
+            for start, stop in coding.chunks(
+                0, int(count[which.start]), store.flush_tokens, x[:, : which.stop - which.start]
+            ):
+                size = B * (which.stop - which.start) * (stop - start) * D
+                if some and elements + size > most:
+                    yield some
+                    some, elements = [], 0
+                some.append(Piece(tier, which, start, stop))
+                elements += size
+    if some:
+        yield some
 
 
 LOST_BLOCKS = 8
@@ -128,35 +170,40 @@ def _lost(
     codec: Codec,
     planes: PackedTensors,
     x: Tensor,
-    taken: Tensor,
-    index: Tensor,
+    before: Tensor,
+    places: Tensor,
+    count: Tensor,
     call: Packing,
 ) -> Tensor | None:
-    """Return the lost variance of a tier's keys with that of some heads, which pack their first tokens in it now.
+    """Return the lost variance of a tier's keys with that of the heads that pack their first tokens in it now.
 
-    planes, taken: their blocks, and the codec's input. x: all their tokens. index: places of those that are packed.
+    planes: new blocks of all heads. x, before: all tokens of `heads`, and the codec's input. places: those of the
+    tier, see `RankedTokens.places`. count: how many each head has.
     """
-    old = store.tiers[tier].blocks[0, heads] > 0
-    if bool(old.all()):
+    new = (store.tiers[tier].blocks[0, heads].cpu() == 0) & (count > 0)
+    if not bool(new.any()):
         return known
-    B, H, _, D = taken.shape
+    B, D = before.shape[0], before.shape[3]
     layout = codec.layout(D)
-    count = index.shape[2] // layout.block_tokens
-    few = torch.linspace(0, count - 1, min(count, LOST_BLOCKS), device=x.device).long()
-    some = (few[:, None] * layout.block_tokens + torch.arange(layout.block_tokens, device=x.device)).flatten()
-    coded, places = layout.select_blocks(planes, few.expand(B, H, -1)), index[:, :, some]
-    sums, shown = LostVariance(), _shown(call.place + places, call.hidden)
+    unit, blocks = layout.block_tokens, (count // layout.block_tokens)[:, None]
+    used, at = blocks.clamp(max=LOST_BLOCKS), torch.arange(LOST_BLOCKS)
+    few = at.minimum(used - 1).clamp(min=0) * (blocks - 1).clamp(min=0) // (used - 1).clamp(min=1)
+    tokens = (few[..., None] * unit + torch.arange(unit)).flatten(1).to(x.device)
+    counts = ((at < used) & new[:, None]).repeat_interleave(unit, 1).to(x.device)
+    coded = layout.select_blocks({name: t[:, heads] for name, t in planes.items()}, few.to(x.device).expand(B, -1, -1))
+    index = places.gather(2, tokens.expand(B, -1, -1))
+    shown = _shown(call.place + index, call.hidden)
+    sums, counts = LostVariance(), counts.expand(B, -1, -1) if shown is None else counts & shown
     if codec.pre_rope and store.rotary is not None:
-        sums.add(gathered(x, places), coding.view(codec, coded, D, store.rotary.at(call.place + places)), shown)
+        sums.add(gathered(x, index), coding.view(codec, coded, D, store.rotary.at(call.place + index)), counts)
     else:  # without the rotated mean, which is not coded
-        sums.add(taken[:, :, some], codec.view(coded, D), shown)
+        sums.add(gathered(before, index), codec.view(coded, D), counts)
     found = sums.value()
     assert found is not None
     users = store.tiers[tier].keys.users
-    first = users.index(heads.start)
     made = x.new_zeros((B, len(users), D), dtype=torch.float32) if known is None else known.clone()
-    these = slice(first, first + H)
-    made[:, these] = torch.where(old.to(x.device)[:, None], made[:, these], found)
+    numbers = new.nonzero().flatten().tolist()
+    made[:, [users.index(heads.start + h) for h in numbers]] = found[:, numbers]
     return made
 
 

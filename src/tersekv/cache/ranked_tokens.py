@@ -156,25 +156,21 @@ class RankedTokens(Stateful):
         chosen = (at < most[:, None]).expand_as(order)
         return torch.empty_like(order, dtype=torch.bool).scatter_(2, order, chosen)
 
-    def parts(self, high: Tensor, heads: slice) -> list[tuple[int, Tensor]]:
-        """Return the tier of the higher rate of some heads, alike in rates, and its tokens int64 [B, heads, n],
-        ascending; then those of the lower rate.
+    def places(self, tier: int, high: Tensor, count: Tensor) -> Tensor:
+        """Return the tokens of each head that are packed in a tier, ascending, int64 [B, H, most of a head].
 
-        high: what `choose` returned.
+        A head that has fewer, or none, gets any tokens in the other places. high: what `choose` returned. count:
+        int64 [H], how many there are, see `blocks`.
         """
-        own, n = high[:, heads], self.counts(high.shape[2])[heads.start]
-        tiers, found = self.tiers[heads.start].tolist(), []
-        for tier, mask, tokens in zip(tiers, (own, ~own), (n, high.shape[2] - n), strict=True):
-            each = torch.arange(tokens, device=high.device).expand(*own.shape[:2], tokens)
-            found.append((tier, _places(mask, each)))
-        return [(tier, index) for tier, index in found if index.shape[2]]
+        numbers = torch.arange(int(count.max())).minimum((count - 1).clamp(min=0)[:, None]).to(high.device)
+        value = (self.tiers[:, 0] == tier).to(high.device)
+        return _places(high == value[:, None], numbers.expand(len(high), -1, -1)).clamp_(0, high.shape[2] - 1)
 
-    def alike(self, n: int, most: int) -> Sequence[slice]:
-        """Return slices of at most `most` heads whose tiers and numbers of tokens are the same, if n are packed."""
-        kinds = list(zip(self.tiers.tolist(), self.counts(n), strict=True))
-        found, first = [], 0
-        for h in range(1, len(kinds) + 1):
-            if h == len(kinds) or kinds[h] != kinds[first] or h - first == most:
+    def alike(self, counts: Sequence[Tensor], heads: slice) -> Sequence[slice]:
+        """Return slices of some heads that pack as many tokens in every tier. counts: of each tier, int64 [H]."""
+        kinds, found, first = torch.stack(list(counts), dim=1).tolist(), [], heads.start
+        for h in range(heads.start + 1, heads.stop + 1):
+            if h == heads.stop or kinds[h] != kinds[first]:
                 found.append(slice(first, h))
                 first = h
         return found

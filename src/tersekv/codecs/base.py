@@ -232,6 +232,11 @@ class Codec(ABC):
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors [B, H, N, ...], whole blocks only."""
 
+    @classmethod
+    def encode_all(cls, parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
+        """Encode tokens of some heads of several codecs of this class, for example with other bits; see `encode`."""
+        return [codec.of_heads(heads.start, x.shape[1]).encode(x) for codec, heads, x in parts]
+
     @abstractmethod
     def view(self, planes: PackedTensors, head_dim: int) -> View:
         """Return the packed tensors as a view that attention reads."""

@@ -37,6 +37,7 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, shared_out
 from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
+from tersekv.codecs.common.search import ByHead, searched
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import quantised_rows, unpacked_basis
@@ -44,7 +45,7 @@ from tersekv.kernels.trellis import MOST_BITS, STATES, largest_gain
 from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
 from tersekv.layouts.basis import InBasis
 from tersekv.layouts.mean_removed import Biased
-from tersekv.layouts.trellis import BLOCK_TOKENS, WORD_BITS, TrellisView, trellis_layout
+from tersekv.layouts.trellis import WORD_BITS, TrellisView, trellis_layout
 from tersekv.tensors import TensorSpec
 from tersekv.transforms.klt import SHRINK, klt, scales, shrunk, stored, within
 from tersekv.transforms.moments import Moments, Observes, WeightedBy
@@ -67,12 +68,6 @@ HEADROOM = 8
 """Factor on scales fitted on a prompt.
 
 Later tokens may be 980 times as long as those of the prompt, instead of 123 times.
-"""
-
-GAINS_TRIED = (2, 5)
-"""Gain steps above the least-squares gain with which codes are searched again.
-
-Larger gains help because a component beyond the end of its codebook costs more than wider steps do.
 """
 
 MANY_BITS = 3.5
@@ -306,30 +301,23 @@ class Trellis(Codec):
 
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors."""
-        B, H, T, D = x.shape
+        return self.encode_all([(self, slice(0, x.shape[1]), x)])[0]
+
+    @classmethod
+    def encode_all(cls, parts: Sequence[tuple[Self, slice, Tensor]]) -> list[PackedTensors]:
+        """Encode tokens of some heads of several codecs in one search."""
+        return searched(parts)
+
+    def searched_by(self) -> ByHead:
+        """Return what a search needs of each head."""
         scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
         weight = self.fitted["weight"].float() * scale.square()
         shift = self.fitted["mean"].float() if self._own_mean else torch.zeros_like(scale)
-        expected = torch.tensor(SQUARED_ERROR[self.code]).to(x.device, non_blocking=True)[bits.long()] * (bits > 0)
+        expected = torch.tensor(SQUARED_ERROR[self.code]).to(bits.device, non_blocking=True)[bits.long()] * (bits > 0)
         enough = ENOUGH[self.bits >= MANY_BITS] * (weight * expected).sum(-1)
-        rest = self.words(D), list(GAINS_TRIED)
-        # A row of the operator holds the vectors with the same bits: a head's tokens of all batch
-        # rows, or of one.
-        own = B == 1 or len(bits) > 1
-        vectors = x.reshape(B * H, T, D) if own else x.transpose(0, 1).reshape(H, B * T, D)
-        by_row = (t.flatten(0, 1) for t in (shift, self._inverse() / scale.unsqueeze(-2), weight, bits))
-        packed = backends.pack_vectors(vectors, *by_row, self._entries(str(x.device)), *rest, enough.flatten())
-        stream, gain, length = (
-            t.view(B, H, T, *t.shape[2:]) if own else t.view(H, B, T, *t.shape[2:]).transpose(0, 1) for t in packed
-        )
-        self._check_gain(length)
-        blocks = B, H, T // BLOCK_TOKENS, BLOCK_TOKENS
-        return {
-            "stream": stream.reshape(*blocks, -1).transpose(-1, -2).contiguous(),
-            "gain": gain.reshape(blocks).contiguous(),
-        }
+        return ByHead(shift, self._inverse() / scale.unsqueeze(-2), weight, bits, enough)
 
-    def _check_gain(self, length: Tensor) -> None:
+    def check_gain(self, length: Tensor) -> None:
         """Raise UserError if a vector is too long for the largest gain."""
         gain = float(length.amax()) if length.numel() else 0.0
         if gain > largest_gain():
@@ -351,14 +339,14 @@ class Trellis(Codec):
         """Return the fitted basis, float64 [1 or B, H, D, D]."""
         return unpacked_basis(self.fitted["basis"], self.fitted["channels"])
 
-    def _entries(self, device: str) -> Tensor:
+    def entries(self, device: str) -> Tensor:
         """Return the codebooks of all bit widths, float32 [9, 256]."""
         return trellis_entries(device) if self.code == "trellis" else scalar_entries(device)
 
     def view(self, planes: PackedTensors, head_dim: int) -> View:
         """Return the view of streams with the basis and the mean."""
         device = planes["stream"].device
-        view: View = TrellisView(planes, self.fitted["bits"], self.fitted["scale"], self._entries(str(device)))
+        view: View = TrellisView(planes, self.fitted["bits"], self.fitted["scale"], self.entries(str(device)))
         if self.basis in FITTED:
             view = InBasis(view, self.fitted["basis"], self.fitted["channels"])
         elif self.basis == "rotation":
@@ -383,7 +371,7 @@ class Trellis(Codec):
     def tables(self, head_dim: int) -> list[Tensor]:
         """Return the tensors counted by `table_bytes`."""
         rotation = [self._fixed_basis(head_dim, torch.device("cpu"))] if self.basis == "rotation" else []
-        return [self._entries("cpu"), *rotation, *self.fitted.values()]
+        return [self.entries("cpu"), *rotation, *self.fitted.values()]
 
 
 METHOD = Method(

@@ -110,7 +110,7 @@ def pack_trellis(
 
     Args:
         y, weight, bits, tables: see `encode_trellis`.
-        words: S/16, where S is the sum of each row's bits.
+        words: of a stream. A row needs S/16, where S is the sum of its bits, and the others are 0.
         steps: distances of gain codes, see `gain_codes`.
         enough: float32 [R].
 
@@ -137,7 +137,7 @@ def pack_trellis(
             windows = torch.where(better.unsqueeze(-1), found, windows)
         if step is None:
             middle = own
-    return pack_stream(windows, bits), kept
+    return pack_stream(windows, bits, words), kept
 
 
 def _fake_vectors(x: Tensor, shift: Tensor, inverse: Tensor, *rest: Any) -> Any:
@@ -337,9 +337,9 @@ def _back(
     return state, windows
 
 
-def pack_stream(windows: Tensor, bits: Tensor) -> Tensor:
-    """Pack windows uint8 [R, n, D] into streams int16 [R, n, S/16]. bits is uint8 [R, D]; each
-    row's sum S is a multiple of 16.
+def pack_stream(windows: Tensor, bits: Tensor, words: int) -> Tensor:
+    """Pack windows uint8 [R, n, D] into streams int16 [R, n, words]. bits is uint8 [R, D]; each
+    row's sum is a multiple of 16, and at most 16·words.
 
     The newest bits of component d, the b highest of its window, are bits p_d to p_d + b − 1 of the
     stream, where p_d = Σ_{e<d} b_e. Bit i of the stream is bit i % 16 of word i // 16.
@@ -347,13 +347,12 @@ def pack_stream(windows: Tensor, bits: Tensor) -> Tensor:
     width = bits.long()
     place = width.cumsum(1) - width
     new = windows.long() >> (STATE_BITS - width)[:, None]
-    total = int(width[0].sum())
-    words = new.new_zeros((*windows.shape[:2], total // 16 + 1))
+    stream = new.new_zeros((*windows.shape[:2], words + 1))
     spread = new << (place & 15)[:, None]
-    index = (place >> 4)[:, None].expand_as(new).clamp(max=total // 16 - 1)
-    words.scatter_add_(2, index, spread & 0xFFFF)  # no two codes share a bit, so adding is OR
-    words.scatter_add_(2, index + 1, spread >> 16)
-    return words[..., : total // 16].to(torch.int32).to(torch.int16)
+    index = (place >> 4)[:, None].expand_as(new).clamp(max=words - 1)
+    stream.scatter_add_(2, index, spread & 0xFFFF)  # no two codes share a bit, so adding is OR
+    stream.scatter_add_(2, index + 1, spread >> 16)
+    return stream[..., :words].to(torch.int32).to(torch.int16)
 
 
 def windows_of(words: Tensor, bits: Tensor) -> Tensor:

@@ -48,7 +48,10 @@ class LinearMap(NamedTuple):
 
     def components(self, x: Tensor) -> Tensor:
         """Return A⁻¹·x, the inner vectors of x float32 [B, H, T, D], without the mean."""
-        if self.rotation is None and self.basis is None:
+        if self.basis is not None:
+            assert self.channels is not None
+            return backends.basis_components(x, self.basis, self.channels)
+        if self.rotation is None:
             return x
         rows = self.rows.expand(*x.shape[:2], *self.rows.shape[-2:])
         return torch.linalg.solve(rows, x, left=False)

@@ -45,6 +45,10 @@ USUAL = (torch.arange(STEPS + 1) / STEPS).pow(0.1)
 """Spread that counts for all heads if it is unknown. Its form is that of most layers."""
 
 
+SEARCHES = 60
+"""Halvings of the range of prices. More change no choice: a double has 53 bits."""
+
+
 class Option(NamedTuple):
     """Rates of one head and the bytes of one of its tokens, mean over tokens."""
 
@@ -73,10 +77,11 @@ def allotted(plans: Mapping[int, LayerPlan], spread: Tensor, dims: tuple[int, in
             f"{asked(own)} needs the same bits for keys and values and in all layers that are not exact, got "
             f"{found}; give one number of bits, or use allot=layer"
         )
-    sizes, most = _sizes(next(iter(own.values())), dims)
-    if any(_sizes(plan, dims) != (sizes, most) for plan in own.values()):
+    first = next(iter(own.values()))
+    sizes, most = _sizes(first, dims)
+    if any(plan[:3] != first[:3] and _sizes(plan, dims) != (sizes, most) for plan in own.values()):
         raise UserError(f"{asked(own)} needs the same method in all layers that are not exact; use allot=layer")
-    share = MOST_ON_PROMPT if next(iter(own.values())).policy.waits else 1
+    share = MOST_ON_PROMPT if first.policy.waits else 1
     best = least_loss(spread[list(own)].double().flatten(0, 1), sizes, most, share)
     rates = torch.tensor([[one.bits, one.rest, one.steps / STEPS] for one in best]).unflatten(0, (len(own), -1))
     return dict(plans) | {i: with_rates(plan, rates[k]) for k, (i, plan) in enumerate(own.items())}
@@ -100,15 +105,14 @@ def least_loss(received: Tensor, sizes: Mapping[float, float], most: float, shar
         for k in range(1, STEPS)
         if k <= share * STEPS
     ]
-    error = torch.tensor(
-        [[Codec.expected_error(o.bits), Codec.expected_error(o.rest)] for o in options], dtype=torch.float64
-    )
+    errors = {bits: Codec.expected_error(bits) for bits in sizes}
+    error = torch.tensor([[errors[o.bits], errors[o.rest]] for o in options], dtype=torch.float64)
     steps, size = torch.tensor([o.steps for o in options]), torch.tensor([o.bytes for o in options])
     first = received[:, steps]
     loss = first * error[:, 0] + (received[:, -1:] - first) * error[:, 1]
     loss = loss / loss.mean().clamp_min(1e-30)
     low, high = 1e-12, 1e12
-    for _ in range(100):
+    for _ in range(SEARCHES):
         price = math.sqrt(low * high)
         chosen = (loss + price * size).argmin(dim=1)
         low, high = (price, high) if float(size[chosen].mean()) > most else (low, price)

@@ -1,0 +1,87 @@
+"""Encode vectors of trellis codecs: of one, or of several with other heads and bits in one search."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels import backends
+from tersekv.layouts.base import PackedTensors
+from tersekv.layouts.trellis import BLOCK_TOKENS
+
+GAINS_TRIED = (2, 5)
+"""Gain steps above the least-squares gain with which codes are searched again.
+
+Larger gains help because a component beyond the end of its codebook costs more than wider steps do.
+"""
+
+
+class ByHead(NamedTuple):
+    """Arguments of `kernels/trellis.pack_vectors` for each head, [1 or B, H, ...]."""
+
+    shift: Tensor
+    inverse: Tensor
+    weight: Tensor
+    bits: Tensor
+    enough: Tensor
+
+
+def searched(parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
+    """Encode tokens x float32 [B, heads, N·t, D] of some heads of several codecs, see `Trellis.encode`.
+
+    A row of the search holds vectors with the same bits: a head's tokens of all batch rows, or of one. All rows
+    must have the same length, so a longer one is cut into several.
+    """
+    known = {id(codec): codec.searched_by() for codec in {id(codec): codec for codec, _, _ in parts}.values()}
+    found = [ByHead(*(t[:, heads] for t in known[id(codec)])) for codec, heads, _ in parts]
+    rows = [_rows(x, own) for (_, _, x), own in zip(parts, found, strict=True)]
+    length = math.gcd(*(x.shape[1] for x in rows))
+    cut = [x.shape[1] // length for x in rows]
+    vectors = _cat([x.reshape(-1, length, x.shape[-1]) for x in rows])
+    *rest, enough = (
+        _cat([_repeated(t.flatten(0, 1), n) for t, n in zip(each, cut, strict=True)])
+        for each in zip(*found, strict=True)
+    )
+    words = [codec.words(x.shape[-1]) for codec, _, x in parts]
+    entries = parts[0][0].entries(str(vectors.device))
+    packed = backends.pack_vectors(vectors, *rest, entries, max(words), list(GAINS_TRIED), enough)
+    parts[0][0].check_gain(packed[2])
+    sizes = [len(x) * n for x, n in zip(rows, cut, strict=True)]
+    each = zip(parts, words, found, *(t.split(sizes) for t in packed[:2]), strict=True)
+    return [_blocks(x, of, stream[..., :own], gain) for (_, _, x), own, of, stream, gain in each]
+
+
+def _repeated(t: Tensor, times: int) -> Tensor:
+    return t if times == 1 else t.repeat_interleave(times, 0)
+
+
+def _cat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+
+
+def _in_order(x: Tensor, of: ByHead) -> bool:
+    """True if each batch row has its own bits, or is the only one."""
+    return len(x) == 1 or len(of.bits) > 1
+
+
+def _rows(x: Tensor, of: ByHead) -> Tensor:
+    """Return x [B, H, T, D] as rows [B·H, T, D], or [H, B·T, D] if batch rows share bits."""
+    return x.flatten(0, 1) if _in_order(x, of) else x.transpose(0, 1).flatten(1, 2)
+
+
+def _blocks(x: Tensor, of: ByHead, stream: Tensor, gain: Tensor) -> PackedTensors:
+    """Return the packed tensors of x from those of its rows."""
+    B, H, T, _ = x.shape
+    if _in_order(x, of):
+        stream, gain = stream.reshape(B, H, T, -1), gain.reshape(B, H, T)
+    else:
+        stream, gain = (t.reshape(H, B, T, -1).transpose(0, 1) for t in (stream, gain))
+    blocks = B, H, T // BLOCK_TOKENS, BLOCK_TOKENS
+    return {
+        "stream": stream.reshape(*blocks, -1).transpose(-1, -2).contiguous(),
+        "gain": gain.reshape(blocks).contiguous(),
+    }
