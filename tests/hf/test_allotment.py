@@ -122,9 +122,16 @@ def test_a_saved_cache_goes_on(llama, tmp_path, codec):
         goes_on_alike(llama, held, tmp_path / "cache.safetensors", [*singles(3), prompt(300, seed=2)])
 
 
-def test_a_prompt_in_chunks_keeps_the_rates_of_the_first(llama):
-    cache = filled(llama, [prompt(200), prompt(200, seed=1)])
+def test_a_prompt_in_chunks_keeps_the_rates_of_the_first(llama, recwarn):
+    with pytest.warns(UserWarning, match="chosen on the first 200 tokens.*prefill_chunk_size=2048"):
+        cache = filled(llama, [prompt(200), prompt(200, seed=1)])
+    recwarn.clear()
     assert rates(cache) == rates(filled(llama, [prompt(200)]))
+    filled(llama, [prompt(200), *singles(1), prompt(200, seed=1)])
+    cache.reset()
+    with tersekv.compress(llama, RECIPE):
+        read(llama, cache, [prompt(200)])
+    assert not any("were chosen" in str(one.message) for one in recwarn), "a turn is no chunk"
 
 
 @pytest.mark.parametrize("way", ["crop", "reset", "empty", "loaded", "pickled"])
