@@ -98,8 +98,8 @@ void packed_outputs(EncodeTrellis& call, const std::vector<int64_t>& steps, nb::
     int64_t sum = 0;
     for (int64_t d = 0; d < call.D; d++) sum += call.bits[r * call.D + d];
     if (sum % 16 || sum > 16 * call.words)
-      fail("bits: ", "expected a multiple of 16 up to " + std::to_string(16 * call.words) + ", got " +
-                         std::to_string(sum));
+      fail("bits: ",
+           "expected a multiple of 16 up to " + std::to_string(16 * call.words) + ", got " + std::to_string(sum));
   }
   call.steps = steps.data();
   call.tries = static_cast<int64_t>(steps.size());

@@ -22,7 +22,6 @@ from tersekv.policies.base import two_rates
 from tersekv.recipe import LayerPlan
 from tersekv.sizes.rate_allotment import USUAL, allotted
 
-
 FEW, PROMPT = 2048, 64
 """Tokens of a first call below which rates fit the rest of a prompt badly, and those of a second call that is the
 rest. Chunks of 512 tokens diverge two to three times as much as a whole prompt, chunks of 2,048 as little."""
