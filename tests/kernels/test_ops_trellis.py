@@ -282,13 +282,15 @@ def test_rows_may_fill_less_than_the_stream(isa):  # noqa: F811
     x, shift, inverse, weight, bits, tables_, words, steps, enough = vector_call(64, 32)
     bits = torch.cat([bits, bits - (bits == 2).byte()])
     bits[-len(bits) // 2 :, -(int(bits[-1].sum()) % 16 or 16) :] -= 1
-    assert int(bits[-1].sum()) % 16 == 0 and int(bits[-1].sum()) < int(bits[0].sum())
+    assert int(bits[-1].sum()) % 16 == 0
+    assert int(bits[-1].sum()) < int(bits[0].sum())
     call = *(torch.cat([t, t]) for t in (x, shift, inverse, weight)), bits
     rest = tables_, words, steps, torch.cat([enough, enough])
     both, n = native.pack_vectors(*call, *rest), len(x)
     fewer = int(bits[-1].sum()) // 16
     alone = native.pack_vectors(*(t[n:] for t in call), tables_, fewer, steps, enough)
-    assert torch.equal(both[0][n:, :, :fewer], alone[0]) and not both[0][n:, :, fewer:].any()
+    assert torch.equal(both[0][n:, :, :fewer], alone[0])
+    assert not both[0][n:, :, fewer:].any()
     assert all(torch.equal(ours[n:], theirs) for ours, theirs in zip(both[1:], alone[1:], strict=True))
     expected = pack_vectors.reference(*call, *rest)
     assert (both[0] == expected[0]).all(-1).float().mean() > 0.9
