@@ -235,7 +235,7 @@ def _build(term: Term) -> Pair:
 def _coder(text: str) -> Coder:
     coder = PRESETS.get(text, text)
     if "+" in coder:
-        raise UserError(f"{text} is a preset with a token policy of its own; use it alone, or write {coder}")
+        raise UserError(f"{text} is a preset with a policy of its own; use it alone, or default, as in snapkv+default")
     keys, slash, values = coder.partition("/")
     _check_presets(keys, values, text)
     return Coder(_term(keys, methods(), "method"), _term(values, methods(), "method") if slash else None)
@@ -355,8 +355,8 @@ def _check_order(policy: str, plus: str, coder: str) -> None:
     coders = (*methods(), *PRESETS)
     if method in policies():
         if name in coders:
-            why = f"{name} is a {kind} and {method} a token policy, which comes first"
-            raise UserError(f"{why}: write {coder}+{policy}")
+            _coder(name)  # raises UserError for a preset that has a policy
+            raise UserError(f"{name} is a {kind} and {method} a token policy, which goes first: write {coder}+{policy}")
         after = coder.replace("/", "+", 1) if "/" in coder else f"{coder}+default"
         after = (coder == method and policies()[method].recommended) or after
         raise UserError(f"{method} is a token policy, not a method; write {after}, or another method after the +")
@@ -383,7 +383,7 @@ def _override(part: str, recipe: str) -> tuple[str, str]:
     first, dash, last = spec.partition("-") if spec[0] != "-" else (spec, "", "")
     if dash and int(first) > int(last):
         raise UserError(f"layers {spec} in recipe '{recipe}' run backwards; write {last}-{first}")
-    if "+" in coder:
+    if "+" in PRESETS.get(coder, coder):
         raise UserError(
             f"'{part}' in recipe '{recipe}' has a token policy, and one policy serves all layers; leave it out"
         )

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from native_calls import why_not
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.kernels.basis import basis_components, basis_product, packed_basis, unpacked_basis
+from tersekv.kernels.basis import basis_components, basis_product, inverses, packed_basis, unpacked_basis
 from tersekv.kernels.cpu import attend as cpu_attend
 from tersekv.kernels.registry import NotTaken
-from test_ops_parity import pytestmark  # noqa: F401
+from test_ops_parity import one_thread, pytestmark, two_threads  # noqa: F401
 
 
 def drawn(rows, H, D, seed=0):
@@ -54,6 +54,16 @@ def test_an_entry_of_zero_on_the_diagonal_is_no_obstacle():
     rows = torch.eye(32, dtype=torch.float64).flip(0).expand(1, 1, 32, 32)
     kept, x = packed_basis(rows, torch.ones(1, 1, 32).double()), torch.randn(1, 1, 3, 32)
     torch.testing.assert_close(cpu_attend.basis_components(x, **kept), x.flip(-1) / 31, rtol=1e-6, atol=1e-6)
+
+
+def test_several_wide_bases_are_inverted_on_two_threads(two_threads):  # noqa: F811
+    """torch fails to invert them in one call (pytorch/pytorch#142815)."""
+    rows = unpacked_basis(**drawn(2, 3, 256))
+    rows[1, 2, 5] = 0
+    inverse, singular = inverses(rows)
+    assert singular.nonzero().tolist() == [[1, 2]]
+    one = torch.eye(256, dtype=torch.float64).expand(5, 256, 256)
+    torch.testing.assert_close(inverse[~singular] @ rows[~singular], one, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("combine", "sum_over"), [(True, "bhrd,bhdc->bhrc"), (False, "bhrc,bhdc->bhrd")])

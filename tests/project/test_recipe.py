@@ -131,6 +131,7 @@ def test_initial_layers_of_a_composed_recipe():
         ("kivi;3-1=exact", "layers 3-1 in recipe .* run backwards; write 1-3"),
         ("kivi;bits=2", "is an option, and a semicolon starts layers; use a comma there"),
         ("kivi;0=window+exact", "has a token policy, and one policy serves all layers"),
+        ("kivi;0=small", "has a token policy, and one policy serves all layers"),
         ("window+window+kivi", r"has more than one \+; write policy\+method"),
         ("++", r"has more than one \+"),
         ("kivi/int4/exact", "has more than one /; write keys/values"),
@@ -185,8 +186,10 @@ def test_presets_are_recipes_by_name(name):
 
 def test_a_preset_with_a_policy_takes_no_other():
     assert Recipe.parse("snapkv:budget=0.25+default;0=exact").coder == Recipe.parse("default").coder
-    for recipe in ("snapkv+small", "kivi:bits=2;0=small"):
-        with pytest.raises(UserError, match=r"small is a preset with a token policy of its own; use it alone"):
+    for recipe in ("snapkv+small", "small+snapkv"):
+        with pytest.raises(
+            UserError, match=r"small is a preset with a policy of its own; use it alone, or .*\+default"
+        ):
             Recipe.parse(recipe)
 
 

@@ -42,7 +42,7 @@ from tersekv.codecs.base import Codec, FitsOn, Method, Pair, TableBytes, check_c
 from tersekv.codecs.codebooks.fixed import integers
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.kernels.basis import packed_basis, unpacked_basis
+from tersekv.kernels.basis import inverses, packed_basis, unpacked_basis
 from tersekv.layouts.base import Layout, PackedTensors
 from tersekv.layouts.basis import InBasis
 from tersekv.layouts.grid import Grid, GridView, round_scale
@@ -134,7 +134,7 @@ class Oscar(Codec):
             return fault
         if len(self.fitted["basis"]) != len(self.fitted["channels"]):
             return "has tensors for one row and tensors for several"
-        if bool(torch.linalg.inv_ex(unpacked_basis(**self.fitted)).info.any()):
+        if bool(inverses(unpacked_basis(**self.fitted))[1].any()):
             return "has a rotation that cannot be inverted"
         return None
 
@@ -154,7 +154,7 @@ class Oscar(Codec):
     def encode(self, x: Tensor) -> PackedTensors:
         """Encode x float32 [B, H, N·t, D] as packed tensors."""
         grid = self.grid(x.shape[-1])
-        inverse = torch.linalg.inv(unpacked_basis(**self.fitted))
+        inverse, _ = inverses(unpacked_basis(**self.fitted))
         y = (x.double() @ inverse).float()
         most = y.abs().kthvalue(min(int(self.clip * x.shape[-1]), x.shape[-1] - 1) + 1, -1, keepdim=True).values
         y = torch.minimum(torch.maximum(y, -most), most)

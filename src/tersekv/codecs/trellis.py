@@ -40,7 +40,7 @@ from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
 from tersekv.codecs.common.search import ByHead, searched
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.kernels.basis import quantised_rows, unpacked_basis
+from tersekv.kernels.basis import inverses, quantised_rows, unpacked_basis
 from tersekv.kernels.trellis import MOST_BITS, STATES, largest_gain
 from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
 from tersekv.layouts.basis import InBasis
@@ -198,7 +198,7 @@ class Trellis(Codec):
         sums = self.fitted["bits"].sum(-1)
         if not self.words(head_dim) or not bool((sums == self.words(head_dim) * WORD_BITS).all()):
             return f"has bits that do not fill whole words of {WORD_BITS}"
-        if "basis" in self.fitted and bool(torch.linalg.inv_ex(self._klt()).info.any()):
+        if "basis" in self.fitted and bool(inverses(self._klt())[1].any()):
             return "has a basis that cannot be inverted"
         return None
 

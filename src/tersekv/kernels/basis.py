@@ -57,12 +57,23 @@ def quantised_rows(rows: Tensor, channels: Tensor, one_factor: bool = False) -> 
     largest = plain.abs().amax((-2, -1) if one_factor else -1, keepdim=True).clamp_min(1e-300)
     entries = (plain / largest * LARGEST).round()
     D = entries.shape[-1]
-    inverse, singular = torch.linalg.inv_ex(entries)
+    inverse, singular = inverses(entries)
     condition = torch.linalg.vector_norm(entries, dim=(-2, -1)) * torch.linalg.vector_norm(inverse, dim=(-2, -1))
-    lost = ((singular != 0) | ~(condition <= MOST_CONDITION * D**0.5))[..., None, None]
+    lost = (singular | ~(condition <= MOST_CONDITION * D**0.5))[..., None, None]
     one = torch.eye(D, dtype=entries.dtype, device=entries.device)
     # where rounding made rows dependent, use the identity
     return QuantisedRows(torch.where(lost, LARGEST * one, entries), channels, torch.where(lost, one / LARGEST, inverse))
+
+
+def inverses(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the inverses of matrices [..., D, D], and bool [...], True if there is none.
+
+    A CPU inverts one at a time. After `torch.set_num_threads`, which `one_thread` calls too, torch fails to factorise
+    several matrices of more than 150 channels in one call (pytorch/pytorch#142815).
+    """
+    each = [torch.linalg.inv_ex(one) for one in (rows.reshape(-1, *rows.shape[-2:]) if rows.is_cpu else rows[None])]
+    inverse, info = (torch.stack(of) for of in zip(*each, strict=True))
+    return inverse.view(rows.shape), info.view(rows.shape[:-2]) != 0
 
 
 def packed_basis(rows: Tensor, channels: Tensor, one_factor: bool = False) -> dict[str, Tensor]:
@@ -99,7 +110,7 @@ def basis_product(x: Tensor, basis: Tensor, channels: Tensor, combine: bool) -> 
 
 @operator("(Tensor x, Tensor basis, Tensor channels) -> Tensor", like_first)
 def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
-    """Components y of vectors in a basis, x = Σ_d y_d·row_d, solved in float64.
+    """Components y of vectors in a basis, x = Σ_d y_d·row_d, computed in float64.
 
     Args:
         x: float32 [B, H, R, D].
@@ -107,5 +118,4 @@ def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
     Returns:
         float32 [B, H, R, D].
     """
-    rows = unpacked_basis(basis, channels).expand(len(x), -1, -1, -1)
-    return torch.linalg.solve(rows, x.double(), left=False).float()
+    return (x.double() @ inverses(unpacked_basis(basis, channels))[0]).float()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tersekv.kernels import backends
-from tersekv.kernels.basis import unpacked_basis
+from tersekv.kernels.basis import inverses, unpacked_basis
 
 
 class LinearMap(NamedTuple):
@@ -53,8 +53,7 @@ class LinearMap(NamedTuple):
             return backends.basis_components(x, self.basis, self.channels)
         if self.rotation is None:
             return x
-        rows = self.rows.expand(*x.shape[:2], *self.rows.shape[-2:])
-        return torch.linalg.solve(rows, x, left=False)
+        return x @ inverses(self.rows)[0]
 
     def output(self, out: Tensor) -> Tensor:
         """Return A·o + mean for weighted means of inner vectors, float32 [B, H, R, D]."""
