@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import studies
 import three_models
 from measured.base import MODELS, NAMES, Page, Section, estimate, model, rows, wrapped
@@ -33,17 +35,20 @@ def modes() -> str:
     )
 
 
+TEXTS = {"test_gptq_joined.txt": "wikitext-2", "c4.utf8": "C4", "code.txt": "code", "chat.txt": "chat"}
+
+
 def presets() -> str:
-    """Return the table of the presets' divergence and bits, by model."""
-    cells: dict[str, dict[str, str]] = {}
+    """Return the table of the presets' divergence and bits, by text and model."""
+    cells: dict[tuple[str, str], dict[str, str]] = {}
     for group in grouped(read_records([RECORDS / "presets_divergence.jsonl"])):
+        text = TEXTS[Path(group.options["text"]).name]
         for one in group.packed:
-            cell = f"{estimate(one.metrics['kl'])}, {one.bits_per_element:.2f} bits"
-            cells.setdefault(one.recipe, {})[f"{MODELS[group.model]}, {one.samples} windows"] = cell
+            cell = f"{estimate(one.metrics['kl'])} (n {one.samples}), {one.bits_per_element:.2f} bits"
+            cells.setdefault((text, one.recipe), {})[MODELS[group.model]] = cell
     names = list(dict.fromkeys(name for of in cells.values() for name in of))
-    return markdown(
-        ("recipe", *names), [(NAMES.get(r, f"`{r}`"), *(of[name] for name in names)) for r, of in cells.items()]
-    )
+    lines = [(text, NAMES.get(r, f"`{r}`"), *(of.get(name, "–") for name in names)) for (text, r), of in cells.items()]
+    return markdown(("text", "recipe", *names), lines)
 
 
 def key_errors() -> str:
@@ -82,9 +87,9 @@ def page() -> Page:
             ),
             Section(
                 "The presets",
-                "wikitext-2 test: 2,048 tokens are packed after one exact prefill, and the next 256 are read 128 at a "
-                "time; mean and standard error over windows. On Gemma 3 `default` and `safe` are `kivi:bits=4` at this "
-                "length.",
+                "2,048 tokens are packed after one exact prefill, and the next 256 are read 128 at a time; mean and "
+                "standard error over n windows. `code` is the standard library's sources, `chat` the questions and "
+                "reference answers of MT-Bench. On Gemma 3 `default` and `safe` are `kivi:bits=4` at this length.",
                 presets(), ["presets_divergence.jsonl"],
                 "tersekv eval divergence -m MODEL -r default -r safe -r kivi:bits=4 -r small --text FILE "
                 "--context 2304 --prefix 2048 --windows 8 --out FOLDER",

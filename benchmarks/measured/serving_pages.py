@@ -86,8 +86,9 @@ def page() -> Page:
         (
             Section(
                 "Speed",
-                "Engines in turns in one process, two rounds; the last columns compare with vLLM's own cache. "
-                "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes.",
+                "Engines in turns in one process, two rounds or three; the last columns compare with vLLM's own cache. "
+                "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes. 8 x 400 was "
+                "timed last, the other shapes with earlier code.",
                 made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
             ),
             Section(
