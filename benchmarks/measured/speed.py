@@ -145,11 +145,11 @@ PREFILLS = {"Zen 5": "prefill_zen5.jsonl", "Zen 4": "prefill_zen4.jsonl"}
 def shares() -> str:
     """Return the table of the time within the cache's layers in a whole prefill."""
     lines = []
-    for cpu, row in ((cpu, row) for cpu, name in PREFILLS.items() for row in rows(name)):
+    for kind, row in ((kind, row) for kind, name in PREFILLS.items() for row in rows(name)):
         if row["recipe"] != "full":
             share = f"{row['share']:.3f} ({span(row['share_range'], 3)})"
             ranking = f"{row['ranking_share']:.3f}" if "ranking_share" in row else "–"
-            lines.append((cpu, f"`{row['recipe']}`", share, ranking, f"{row['times_full']:.2f}"))
+            lines.append((kind, f"`{row['recipe']}`", share, ranking, f"{row['times_full']:.2f}"))
     return markdown(("CPU", "recipe", "packing / rest", "ranking / rest", "times the full cache's time"), lines)
 
 
@@ -238,8 +238,8 @@ def page() -> Page:
             ),
             Section(
                 "Share of packing in a prefill",
-                "SmolLM2-135M, bfloat16, two threads, prompts of 4,096 tokens read whole; medians of 3 rounds. The rest "
-                "is the model, its attention included, which packed caches do with a kernel of ours. On Zen 4: "
+                "SmolLM2-135M, bfloat16, two threads, prompts of 4,096 tokens read whole; medians of 3 rounds. The "
+                "rest is the model, its attention included, which packed caches do with a kernel of ours. On Zen 4: "
                 f"{packing_note()}",
                 shares(), [*PREFILLS.values(), "prefill.jsonl"],
                 "python benchmarks/prefill.py --parts prefill --dtypes bfloat16 --out FILE",
