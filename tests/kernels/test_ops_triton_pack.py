@@ -110,9 +110,10 @@ def test_some_vectors_at_a_time(device, monkeypatch):  # noqa: F811
         assert torch.equal(part, all_)
 
 
-@pytest.mark.parametrize(("D", "n"), [(40, 1), (64, 45), (128, 5)])
-def test_vectors(device, D, n):  # noqa: F811
+@pytest.mark.parametrize(("D", "n", "empty"), [(40, 1, 0), (64, 45, 2), (128, 5, 0)])
+def test_vectors(device, D, n, empty):  # noqa: F811
     call = vector_call(D, n)
+    call = *call[:6], call[6] + empty, *call[7:]  # words that no row needs
     expected = right(pack_vectors, *call)
     stream, gain, length = (x.cpu() for x in backends.pack_vectors(*on(device, *call)))
     torch.testing.assert_close(length, expected[2], rtol=1e-5, atol=1e-6)
