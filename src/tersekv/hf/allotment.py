@@ -18,13 +18,12 @@ from tersekv.cache.layer import LayerStore
 from tersekv.cache.ranked_tokens import UNRANKED
 from tersekv.cache.segments import Observed
 from tersekv.errors import UserError
-from tersekv.policies.base import two_rates
+from tersekv.policies.base import PROMPT_TOKENS, two_rates
 from tersekv.recipe import LayerPlan
 from tersekv.sizes.rate_allotment import USUAL, allotted
 
-FEW, PROMPT = 2048, 64
-"""Tokens of a first call below which rates fit the rest of a prompt badly, and those of a second call that is the
-rest. Chunks of 512 tokens diverge two to three times as much as a whole prompt, chunks of 2,048 as little."""
+FEW = 2048
+"""Tokens of a first call below which rates may fit the rest of a prompt badly."""
 
 CHUNKED = (
     "the rates of {0} were chosen on the first {1} tokens, and more of the prompt follows: it loses more than if the "
@@ -72,7 +71,7 @@ class Allotment:
         layer = self.layers.get(index)
         if self.few:
             few, self.few = self.few, 0
-            if layer is not None and not layer.plan.policy.waits and call.keys.shape[2] >= PROMPT:
+            if layer is not None and not layer.plan.policy.waits and call.keys.shape[2] >= PROMPT_TOKENS:
                 warnings.warn(CHUNKED.format(layer.cache.recipe.name, few, FEW), stacklevel=5)
         if layer is None or layer.store is None or not layer.plan.policy.waits:
             return False
