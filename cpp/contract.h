@@ -328,9 +328,9 @@ struct Decode {
 struct Kernels {
   const char* name;
   double ns_per_product;
-  void (*attend)(const Part* parts, int64_t count);  // more than one: of calls with tiles
-  void (*merge)(const Merge&);
-  void (*mean_scores)(const MeanScores&, const Task&);  // of positions [task.first, task.last)
+  void (*attend)(const Part* parts, int64_t count);          // more than one: of calls with tiles
+  void (*merge)(const Merge&, int64_t first, int64_t last);  // of rows
+  void (*mean_scores)(const MeanScores&, const Task&);       // of positions [task.first, task.last)
   void (*decode)(const Decode&, int64_t task);
   GridFn (*grid_product)(const GridView&, int rows);
   bool rounds;  // grid_product multiplies in bfloat16

@@ -77,7 +77,7 @@ struct Workspace {
     for (int64_t r = row; r < row + rows; r++) {
       float* own = score + (r - row) * score_stride;
       const int64_t seen = how.causal ? least(seen_tokens(call, task.row + r) - token, count) : count;
-      for (int64_t i = seen < 0 ? 0 : round_up(seen, kLanes); i < count; i++) own[i] = 0.0f;
+      for (int64_t i = seen < 0 ? 0 : round_up(seen, kLanes); i < round_up(count, kLanes); i++) own[i] = 0.0f;
       if (seen <= 0) continue;
       const uint8_t* mask = mask_row(call, task, r);
       const float share = weigh<S>(how, mask ? mask + token : nullptr, own, seen, factor, state[r], any);
@@ -225,12 +225,15 @@ void add_tiles(const Call& call, const Task& task, const Workspace& w, float fac
     product.pack_values(rows, shared ? width : out_width, out_width, tokens, value_panels);
     for (int64_t row = 0; row < task.rows; row += kTileRows) {
       const int64_t some = least(kTileRows, task.rows - row);
-      if (!Visible(call, task, row, some, t0, t1).any()) continue;
-      product.multiply(w.query + row * w.query_stride, w.query_stride, some, width, key_panels, tokens, false, words,
-                       w.score, w.score_stride);
-      if (!w.weigh_chunk<S>(call, task, row, some, t0, count, factor)) continue;
-      product.multiply(w.score, w.score_stride, some, tokens, value_panels, out_width, true, words,
-                       w.sum + row * w.sum_stride, w.sum_stride);
+      const Visible seen(call, task, row, some, t0, t1);
+      if (!seen.any()) continue;
+      const int64_t from = (seen.first - t0) / kPanelColumns * kPanelColumns, own = seen.last - t0 - from;
+      const int64_t columns = least(round_up(own, kPanelColumns), tokens - from);
+      product.multiply(w.query + row * w.query_stride, w.query_stride, some, width, {key_panels, width, 0, from},
+                       columns, false, words, w.score, w.score_stride);
+      if (!w.weigh_chunk<S>(call, task, row, some, t0 + from, own, factor)) continue;
+      product.multiply(w.score, w.score_stride, some, round_up(own, kLanes), {value_panels, tokens, from}, out_width,
+                       true, words, w.sum + row * w.sum_stride, w.sum_stride);
     }
   }
 }

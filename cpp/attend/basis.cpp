@@ -11,32 +11,29 @@ inline void swap(double& a, double& b) {
   b = kept;
 }
 
-// Vectors of columns whose sums stay in registers.
-#ifdef __AVX512F__
-constexpr int kColumns = 2;
-#else
-constexpr int kColumns = 1;
-#endif
+constexpr int kColumns = Lanes::max_groups(kRowTile) >= 2 ? 2 : 1;  // vectors of columns whose sums stay in registers
 
 // out[r][j] = Σ_k x[r][k] · w[k][j] for R vectors and NG·16 columns. The order of each sum does not depend on R and NG.
 template <int R, int NG>
 void multiply_tile(const float* x, int64_t x_stride, const float* w, int64_t D, int64_t width, float* out,
                    int64_t out_stride) {
-  Floats sum[R][NG] = {};
+  Lanes::F sum[R][NG];
+  repeat<R>([&](auto r) TERSEKV_INLINE { repeat<NG>([&](auto g) TERSEKV_INLINE { sum[r][g] = Lanes::zero(); }); });
   for (int64_t k = 0; k < D; k++, w += width)
     repeat<NG>([&](auto g) TERSEKV_INLINE {
-      const Floats column = at(w + g * kLanes);
-      repeat<R>([&](auto r) TERSEKV_INLINE { sum[r][g] += x[r * x_stride + k] * column; });
+      const Lanes::F column = Lanes::load(w + g * kLanes);
+      repeat<R>([&](auto r)
+                    TERSEKV_INLINE { sum[r][g] = Lanes::fma(Lanes::set1(x[r * x_stride + k]), column, sum[r][g]); });
     });
   repeat<R>([&](auto r) TERSEKV_INLINE {
-    repeat<NG>([&](auto g) TERSEKV_INLINE { at(out + r * out_stride + g * kLanes) = sum[r][g]; });
+    repeat<NG>([&](auto g) TERSEKV_INLINE { Lanes::store(out + r * out_stride + g * kLanes, sum[r][g]); });
   });
 }
 
-// Multiply the vectors of one head, of the batch rows of a task.
+// Multiply vectors of one head, of the batch rows of a task.
 void multiply_head(const BasisProduct& call, int64_t task) {
   const int64_t R = call.R, D = call.D, width = round_up(D, kLanes), h = task % call.H;
-  const int64_t from = task / call.H * call.batch_rows();
+  const int64_t from = task / call.H / call.parts() * call.batch_rows();
   const int64_t to = call.B - from < call.batch_rows() ? call.B : from + call.batch_rows();
   const HeadMatrix& of = call.matrix;
   reset_scratch();
@@ -45,9 +42,10 @@ void multiply_head(const BasisProduct& call, int64_t task) {
   unpack_matrix(of, call.combine, from, h, D, width, w);
   for (int64_t c = 0; c < width; c++) channel[c] = c < D ? channel_of(of, from, h, c) : 1.0f;
   const auto vector = [&](int64_t i) { return ((from + i / R) * call.H + h) * R + i % R; };
-  const int64_t count = (to - from) * R;
-  for (int64_t first = 0; first < count; first += kRowTile) {
-    const int64_t rows = count - first < kRowTile ? count - first : kRowTile;
+  const int64_t all = (to - from) * R, begin = task / call.H % call.parts() * kMostAtOnce;
+  const int64_t end = call.parts() > 1 && begin + kMostAtOnce < all ? begin + kMostAtOnce : all;
+  for (int64_t first = begin; first < end; first += kRowTile) {
+    const int64_t rows = end - first < kRowTile ? end - first : kRowTile;
     for (int64_t r = 0; r < rows; r++) {
       const float* x = call.x + vector(first + r) * call.x_stride;
       for (int64_t c = 0; c < D; c++) in[r * D + c] = call.combine ? x[c] : x[c] * channel[c];

@@ -24,10 +24,11 @@ struct HeadMatrix {
 
 constexpr int64_t kSolvedAtOnce = 256;
 
-constexpr int64_t kMultipliedAtOnce = 48;  // vectors for which unpacking and transposing a matrix costs little
+// Least and most vectors of a task, for which unpacking and transposing a matrix costs little.
+constexpr int64_t kMultipliedAtOnce = 48, kMostAtOnce = 512;
 
 // R vectors of each of B·H heads. Strides of x and out are between vectors; the vectors of a head
-// are consecutive.
+// are consecutive. A product may be in place, with equal strides.
 struct BasisProduct {
   int64_t B, H, R, D;
   bool combine;  // true: weighted sum of the rows; false: dot product with each row
@@ -40,8 +41,12 @@ struct BasisProduct {
 
   // Batch rows of a product's task, which multiply with the same matrix.
   int64_t batch_rows() const { return matrix.shared() ? ceil_div(kMultipliedAtOnce, R > 0 ? R : 1) : 1; }
+  // Tasks over a product's vectors of one head and batch row. They each unpack the matrix again.
+  int64_t parts() const { return batch_rows() == 1 ? ceil_div(R, kMostAtOnce) : 1; }
   // Number of tasks. Those of an inverse each factor the matrix again.
-  int64_t tasks() const { return invert ? B * H * ceil_div(R, kSolvedAtOnce) : H * ceil_div(B, batch_rows()); }
+  int64_t tasks() const {
+    return invert ? B * H * ceil_div(R, kSolvedAtOnce) : H * ceil_div(B, batch_rows()) * parts();
+  }
 };
 
 void basis_product_baseline(const BasisProduct& call, int64_t task);

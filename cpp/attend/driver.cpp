@@ -17,7 +17,9 @@ namespace {
 
 constexpr int64_t kRowBlock = 32;         // rows whose scores fit the L2 cache
 constexpr int64_t kTileFloats = 1 << 18;  // queries and sums that do; tiles are decoded once for so many
+constexpr int64_t kLeastBlock = 256;      // rows of a task that packs floats into panels
 constexpr int64_t kTilesLeastRows = 32;   // rows from which it pays to pack floats into panels
+constexpr int64_t kMergedRows = 256;      // rows of a task that merges partial results
 constexpr double kTaskNs = 15000.0;       // minimum duration of a task
 
 constexpr int64_t kFewRows = 8;  // up to so many, decoding packed tokens takes longer than products with the rows
@@ -34,19 +36,18 @@ bool reads_all_angles(const Call& call, const View& view) {
   return any;
 }
 
-// Return the number of rows of a task.
-int64_t row_block(const Call& call) {
-  if (!call.tiles) return kRowBlock;
-  const int64_t most = std::max(kTileFloats / (call.D + call.Dv), kRowBlock);
-  return round_up(ceil_div(call.R, ceil_div(call.R, most)), kRowBlock);
-}
-
 // Tasks over the heads, blocks of rows and splits of tokens of a call. `first`: number of the first.
 struct HeadTasks {
   const Call* call;
-  int64_t first = 0, block, row_blocks, splits = 1;
+  int64_t first = 0, block = 0, row_blocks = 0, splits = 1;
 
-  explicit HeadTasks(const Call& of) : call(&of), block(row_block(of)), row_blocks(ceil_div(of.R, block)) {}
+  explicit HeadTasks(const Call& of) : call(&of) {
+    set_block(of.tiles ? std::max(kTileFloats / (of.D + of.Dv), kRowBlock) : kRowBlock);
+  }
+  void set_block(int64_t most) {
+    block = round_up(ceil_div(call->R, ceil_div(call->R, most)), kRowBlock);
+    row_blocks = ceil_div(call->R, block);
+  }
   int64_t heads() const { return call->B * call->H; }
   int64_t tasks() const { return heads() * row_blocks * splits; }
   int64_t split_of(int64_t index) const { return index / heads() / row_blocks; }
@@ -67,8 +68,9 @@ struct HeadTasks {
 // The tasks of one call, or of consecutive calls with tiles, which a task reads one after the other. `out` and `lse`
 // belong to the first split.
 struct CallTasks : HeadTasks {
-  int64_t count = 0;    // of calls, from `call` on
-  int64_t longest = 0;  // most units of a head in a call
+  int64_t count = 0;     // of calls, from `call` on
+  bool unpacked = true;  // true if no call reads packed tokens
+  int64_t longest = 0;   // most units of a head in a call
   double ns = 0;
   float* out = nullptr;  // [splits] of [B, H, R, Dv]
   float* lse = nullptr;  // [splits] of [B, H, R]
@@ -80,6 +82,7 @@ struct CallTasks : HeadTasks {
 
   void add(const Call& of) {
     count++;
+    unpacked &= of.keys->kind == Kind::exact && of.values->kind == Kind::exact;
     const int64_t rows = std::max<int64_t>(of.R, of.keys->kind == Kind::exact ? 2 : kFewRows);
     for (int64_t head = 0; head < heads(); head++) longest = std::max(longest, end(of, head) - start(of, head));
     const auto tokens = static_cast<double>(of.ends ? of.T : heads() * of.T);
@@ -137,8 +140,10 @@ struct CallTasks : HeadTasks {
 };
 
 // Split tokens if there are fewer heads than threads need, or if heads share cosines and sines of
-// tokens.
+// tokens. Rows are split instead where no tokens must be decoded again for it, because their results need no merge.
 void split(CallTasks& of, int threads) {
+  if (threads > 1 && of.call->tiles && of.unpacked)
+    of.set_block(std::max(kLeastBlock, std::min(of.block, ceil_div(of.call->R * of.heads(), 4 * threads))));
   const int64_t tasks = of.tasks();
   if (threads > 1 && of.longest) {
     const double share = of.longest_share();
@@ -236,11 +241,8 @@ namespace {
 
 // Transform the merged outputs of some calls, [B·H·R, Dv], in place.
 void map_outputs(const Call& any, const OutputMap& map, int threads, float* out) {
-  const int64_t rows = any.B * any.H * any.R, Dv = any.Dv;
-  if (map.matrix.given()) {
-    const std::vector<float> inner(out, out + rows * Dv);
-    multiply({any.B, any.H, any.R, Dv, true, map.matrix, inner.data(), Dv, out, Dv}, threads);
-  }
+  const int64_t Dv = any.Dv;
+  if (map.matrix.given()) multiply({any.B, any.H, any.R, Dv, true, map.matrix, out, Dv, out, Dv}, threads);
   if (!map.mean) return;
   const int64_t heads = map.mean_b ? any.B * any.H : any.H;
   std::vector<float> means(heads * Dv);
@@ -318,7 +320,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   if (maps) {
     float *mapped = part_at(parts), *mapped_lse = mapped + rows * Dv;
     const auto count = static_cast<int64_t>(outs.size() - unmapped);
-    current().merge({count, rows, Dv, outs.data() + unmapped, lses.data() + unmapped, mapped, mapped_lse});
+    merge_segments({count, rows, Dv, outs.data() + unmapped, lses.data() + unmapped, mapped, mapped_lse}, most);
     map_outputs(any, map, most, mapped);
     outs.resize(unmapped);
     lses.resize(unmapped);
@@ -326,9 +328,19 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     lses.push_back(mapped_lse);
   }
   const auto count = static_cast<int64_t>(outs.size());
-  if (maps || parts > 1) current().merge({count, rows, Dv, outs.data(), lses.data(), out, lse});
+  if (maps || parts > 1) merge_segments({count, rows, Dv, outs.data(), lses.data(), out, lse}, most);
 }
 
-void merge_segments(const Merge& call) { current().merge(call); }
+void merge_segments(const Merge& call, int threads) {
+  const auto floats = static_cast<double>(call.segments * call.rows * call.D);
+  if (threads == 1 || floats < 4 * team_worth_ns()) return current().merge(call, 0, call.rows);
+  run_in_team(
+      ceil_div(call.rows, kMergedRows), threads,
+      [](const void* context, int64_t task) {
+        const Merge& of = *static_cast<const Merge*>(context);
+        current().merge(of, task * kMergedRows, std::min((task + 1) * kMergedRows, of.rows));
+      },
+      &call);
+}
 
 }  // namespace tersekv

@@ -32,7 +32,7 @@ struct SharedMean {
 // [B, H, R, Dv] and lse [B, H, R] over all of them. means: their scores are computed first.
 void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMean>& means, int threads, float* out,
             float* lse);
-void merge_segments(const Merge& call);
+void merge_segments(const Merge& call, int threads);
 void decode(const Decode& call, int threads);
 
 // Multiply all heads, on up to `threads` threads.

@@ -9,7 +9,12 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kTileRows = 32;  // query rows whose scores of a tile nearly fit the L1 cache
+// Query rows whose scores of a tile nearly fit the L1 cache, a multiple of the rows that are multiplied at once.
+#if TERSEKV_avx2
+constexpr int64_t kTileRows = 30;
+#else
+constexpr int64_t kTileRows = 32;
+#endif
 
 template <class S>
 struct KeyTiles {
@@ -68,7 +73,7 @@ struct KeyTiles {
     product.pack_values(turned, most, tokens, K, panels);
     for (int64_t c = 0; c < count; c += kTileRows) {
       const int64_t rows = count - c < kTileRows ? count - c : kTileRows;
-      product.multiply(matrix + c * K, K, rows, K, panels, tokens, false, words, mapped + c * most, most);
+      product.multiply(matrix + c * K, K, rows, K, {panels, K}, tokens, false, words, mapped + c * most, most);
     }
     for (int64_t c = 0; c < width; c++)
       for (int64_t i = 0; i < tokens; i += kLanes) {

@@ -94,8 +94,8 @@ inline float finish_row(const float* row, int64_t D, const RowState& state, floa
 }
 
 template <class S>
-void merge_rows(const Merge& call) {
-  for (int64_t row = 0; row < call.rows; row++) {
+void merge_rows(const Merge& call, int64_t first, int64_t last) {
+  for (int64_t row = first; row < last; row++) {
     float max = -kInfinity, sum = 0.0f;
     for (int64_t s = 0; s < call.segments; s++) max = call.lses[s][row] > max ? call.lses[s][row] : max;
     const float safe = max == -kInfinity ? 0.0f : max;

@@ -52,6 +52,7 @@ inline F product(Word a, Word b, F sum) { return Lanes::fma(a, b, sum); }
 #endif
 
 constexpr int64_t kPanel = kVectors * kLanes;
+static_assert(kPanelColumns % kPanel == 0);
 
 // Call body(columns of the panel, its first column) for each panel.
 template <class Body>
@@ -133,7 +134,7 @@ void with_tile(int64_t rows, Body&& body) {
   body(Index<N>{});
 }
 
-void multiply(const float* a, int64_t a_stride, int64_t rows, int64_t K, const float* panels, int64_t columns, bool add,
+void multiply(const float* a, int64_t a_stride, int64_t rows, int64_t K, const Panels& b, int64_t columns, bool add,
               float* words, float* out, int64_t out_stride) {
   const int64_t count = K / kPair, size = ceil_div(rows, ceil_div(rows, kRows));
 #if TERSEKV_avx512bf16
@@ -145,7 +146,7 @@ void multiply(const float* a, int64_t a_stride, int64_t rows, int64_t K, const f
   a_stride = count;
 #endif
   panels_of(columns, [&](int64_t width, int64_t first) {
-    const float* panel = panels + first * count;
+    const float* panel = b.data + ((b.column + first) * b.K + b.k * width) / kPair;
     for (int64_t row = 0; row < rows; row += size)
       with_tile<kRows>(rows - row < size ? rows - row : size, [&](auto r) {
         const float* from = a + row * a_stride;

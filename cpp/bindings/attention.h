@@ -45,7 +45,7 @@ class Attention {
   }
 
   // Set the number of key-value heads. Query heads are divided evenly among them.
-  void set_heads(int64_t H) {
+  void set_heads(int64_t H, int threads) {
     H_ = H;
     if (H_ < 1 || query_.shape[1] % H_)
       fail("query: ",
@@ -64,15 +64,20 @@ class Attention {
     memory_.emplace_back(B_ * H_ * R_ * D_);
     float* out = memory_.back().data();
     rows_ = out;
-    for (int64_t b = 0; b < B_; b++)
-      for (int64_t h = 0; h < query_.shape[1]; h++)
-        for (int64_t i = 0; i < q_; i++, out += D_) {
-          const int64_t at = b * query_.stride[0] + h * query_.stride[1] + i * query_.stride[2];
-          if (query_.type == Type::bf16 && query_.stride[3] == 1)
-            widen(query_.as<uint16_t>() + at, out);
-          else
-            for (int64_t d = 0; d < D_; d++) out[d] = float_at(query_, at + d * query_.stride[3]);
-        }
+    const auto head = [&](int64_t index) {
+      const int64_t Hq = query_.shape[1], b = index / Hq, h = index % Hq;
+      for (int64_t i = 0; i < q_; i++) {
+        const int64_t at = b * query_.stride[0] + h * query_.stride[1] + i * query_.stride[2];
+        float* to = out + (index * q_ + i) * D_;
+        if (query_.type == Type::bf16 && query_.stride[3] == 1)
+          widen(query_.as<uint16_t>() + at, to);
+        else if (query_.type == Type::f32 && query_.stride[3] == 1)
+          std::copy_n(query_.as<float>() + at, D_, to);
+        else
+          for (int64_t d = 0; d < D_; d++) to[d] = float_at(query_, at + d * query_.stride[3]);
+      }
+    };
+    each_head(head, D_, threads);
   }
 
   int64_t batch() const { return B_; }
@@ -290,11 +295,17 @@ class Attention {
         store(target, to, rows + from * Dv, Dv, share);
       }
     };
+    each_head(head, Dv, threads);
+  }
+
+  // Call body(index) for all query heads of the batch, which copies q rows of `channels` numbers.
+  template <class Body>
+  void each_head(const Body& body, int64_t channels, int threads) const {
     const int64_t heads = B_ * query_.shape[1];
-    const bool few = static_cast<double>(heads * q_ * Dv) < team_worth_ns();
+    const bool few = static_cast<double>(heads * q_ * channels) < team_worth_ns();
     run_in_team(
         heads, few ? 1 : threads,
-        [](const void* context, int64_t index) { (*static_cast<const decltype(head)*>(context))(index); }, &head);
+        [](const void* context, int64_t index) { (*static_cast<const Body*>(context))(index); }, &body);
   }
 
   static void store(const Tensor& target, int64_t at, const float* row, int64_t n, float share) {

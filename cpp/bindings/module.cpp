@@ -46,7 +46,8 @@ void py_merge(const std::vector<nb::object>& outs, const std::vector<nb::object>
   }
   nb::gil_scoped_release release;
   merge_segments({static_cast<int64_t>(outs.size()), B * H * R, D, out_rows.data(), lse_rows.data(),
-                  reinterpret_cast<float*>(to.address), reinterpret_cast<float*>(sum.address)});
+                  reinterpret_cast<float*>(to.address), reinterpret_cast<float*>(sum.address)},
+                 1);
 }
 
 // windows: a fresh contiguous uint8 [R, n, D].

@@ -207,7 +207,7 @@ void py_attend(nb::handle query, nb::handle exact, nb::handle pages, nb::handle 
     B = std::max(B, packed->B);
   }
   if (!packed && n == 0) fail("segments: ", "expected at least one");
-  attention.set_heads(H);
+  attention.set_heads(H, threads);
   if (B != 1 && B != attention.batch())
     fail("query: ", "expected B = " + std::to_string(B) + ", got " + std::to_string(attention.batch()));
   for (Py_ssize_t i = 0; i < n; i++) attention.add(calls[i], item(item(exact, i), 2));
