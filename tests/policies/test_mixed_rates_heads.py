@@ -7,11 +7,13 @@ import copy
 import pytest
 import torch
 
+from tersekv.attention.observe import observe
 from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.segments import Observed
 from tersekv.codecs import Codec
+from tersekv.codecs.trellis import Trellis
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.policies.mixed import KEPT
@@ -94,3 +96,18 @@ def test_positions_take_one_bit_per_token():
     queries = H * G * KEPT * D * 2
     assert footprint.parts["selection"] == H * 1024 / 8 + queries
     assert footprint.parts["codes"] == H * 2 * D * 1024 * 2.5 / 8
+
+
+def test_the_basis_of_all_rates_is_inverted_once(monkeypatch: pytest.MonkeyPatch):
+    """Also in later calls, and in a store that was restored."""
+    tokens, recipe, inverted = made(1, 1400), f"{OPTIONS}+{TRELLIS}", Trellis._inverse
+    calls: list[Trellis] = []
+    monkeypatch.setattr(Trellis, "_inverse", lambda self: calls.append(self) or inverted(self))
+    store = fed(recipe, tokens, [0, 700, 1400], rates=RATES)
+    assert len(store.tiers) == 4
+    assert len(calls) == 4  # of keys and values, in two calls
+    other = store_of(tokens[0], recipe, RATES)
+    other.restore(store.state())
+    part = tokens[0][:, :, :512], tokens[1][:, :, :512]
+    other.append(*part, None, observe(other, *part, AttentionCall(tokens[2][:, :, :512], None, 0.3)))
+    assert len(calls) == 6

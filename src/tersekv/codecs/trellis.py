@@ -308,14 +308,24 @@ class Trellis(Codec):
         """Encode tokens of some heads of several codecs in one search."""
         return searched(parts)
 
-    def searched_by(self) -> ByHead:
-        """Return what a search needs of each head."""
-        scale, bits = self.fitted["scale"].float(), self.fitted["bits"]
-        weight = self.fitted["weight"].float() * scale.square()
-        shift = self.fitted["mean"].float() if self._own_mean else torch.zeros_like(scale)
+    def differs_in_bits(self, other: Codec) -> bool:
+        """Return True if the other codec has the same memory fitted, but for the bits, as after `at_rate`."""
+        if not isinstance(other, Trellis) or dataclasses.replace(self, bits=other.bits) != other:
+            return False
+        own, its = ({name: t for name, t in of.fitted.items() if name != "bits"} for of in (self, other))
+        return own.keys() == its.keys() and all(t.is_set_to(its[name]) for name, t in own.items())
+
+    def searched_by(self, like: ByHead | None = None) -> ByHead:
+        """Return what a search needs of each head. like: that of a codec which differs in its bits."""
+        bits = self.fitted["bits"]
+        if like is None:
+            scale = self.fitted["scale"].float()
+            shift = self.fitted["mean"].float() if self._own_mean else torch.zeros_like(scale)
+            weight = self.fitted["weight"].float() * scale.square()
+            like = ByHead(shift, self._inverse() / scale.unsqueeze(-2), weight, bits, weight)
         expected = torch.tensor(SQUARED_ERROR[self.code]).to(bits.device, non_blocking=True)[bits.long()] * (bits > 0)
-        enough = ENOUGH[self.bits >= MANY_BITS] * (weight * expected).sum(-1)
-        return ByHead(shift, self._inverse() / scale.unsqueeze(-2), weight, bits, enough)
+        enough = ENOUGH[self.bits >= MANY_BITS] * (like.weight * expected).sum(-1)
+        return like._replace(bits=bits, enough=enough)
 
     def check_gain(self, length: Tensor) -> None:
         """Raise UserError if a vector is too long for the largest gain."""

@@ -36,8 +36,12 @@ def searched(parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
     A row of the search holds vectors with the same bits: a head's tokens of all batch rows, or of one. All rows
     must have the same length, so a longer one is cut into several.
     """
-    known = {id(codec): codec.searched_by() for codec in {id(codec): codec for codec, _, _ in parts}.values()}
-    found = [ByHead(*(t[:, heads] for t in known[id(codec)])) for codec, heads, _ in parts]
+    known: dict[int, tuple[Any, ByHead]] = {}
+    for codec, _, _ in parts:
+        if id(codec) not in known:
+            like = next((of for other, of in known.values() if codec.differs_in_bits(other)), None)
+            known[id(codec)] = codec, codec.searched_by(like)
+    found = [ByHead(*(t[:, heads] for t in known[id(codec)][1])) for codec, heads, _ in parts]
     rows = [_rows(x, own) for (_, _, x), own in zip(parts, found, strict=True)]
     length = math.gcd(*(x.shape[1] for x in rows))
     cut = [x.shape[1] // length for x in rows]
