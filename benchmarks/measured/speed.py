@@ -8,7 +8,7 @@ from typing import NamedTuple
 from measured.base import Page, Row, Section, cache, cpu, middle, model, rows, span
 from recorded import markdown
 
-RUNS = "generate", "generate_chunks", "generate_avx2", "generate_zen4", "generate_zen5"
+RUNS = "generate", "generate_avx2", "generate_zen4", "generate_zen5"
 THREE_BITS = "trellis, 3 bits"
 """The recipe that records of that time name `default`."""
 
@@ -199,9 +199,8 @@ def page() -> Page:
             Section(
                 "A prompt and a second turn",
                 "In brackets: multiples of the full cache's time, so below 1 is faster. A turn is 512 tokens after the "
-                "prompt. In the runs `zen4` and `zen5` packed caches read prompts with a kernel of ours; before, all "
-                "caches used torch's. In rows with `busy` two other processes computed without end, and every "
-                "parallel operation of torch waited for a core.",
+                "prompt, which packed caches read with a kernel of ours. In rows with `busy` two other processes "
+                "computed without end, and every parallel operation of torch waited for a core.",
                 prompts(), files[1:], command,
             ),
             Section(
