@@ -3,19 +3,32 @@
 #include "encoders.h"
 #include "polar_kernel.h"
 #include "rope_kernel.h"
+#include "row_product.h"
 #include "trellis_kernel.h"
 
 #include <atomic>
 #include <stdexcept>
+#include <utility>
 
 #if TERSEKV_X86
 #include <cpuid.h>
+#endif
+#if TERSEKV_AMX
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace tersekv {
 namespace {
 
 #if TERSEKV_X86
+constexpr unsigned kVbmi = 1u << 1, kVbmi2 = 1u << 6, kVnni = 1u << 11;
+
+bool has(unsigned features) {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & features) == features;
+}
+
 // cpuid, because not every supported compiler knows these names in __builtin_cpu_supports.
 bool has_f16c() {
   unsigned a = 0, b = 0, c = 0, d = 0;
@@ -27,8 +40,50 @@ bool has_avx512bf16() {
   return __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & (1u << 5));
 }
 
+#if TERSEKV_AMX
+bool has_amx() {
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16) && (d & kTile);
+}
+
+// Linux lets a process use the tiles' registers when it asks for them.
+bool may_use_tiles() {
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+}
+#endif
+
+// Kernels of AVX-512 whose trellis codes, polar coordinates and codes before RoPE are multiplied in integers, where the
+// CPU has the instructions.
+Kernels with_integers(const char* name) {
+  Kernels own = kernels_avx512();
+  own.name = name;
+  own.trellis = trellis_kernel();
+  own.polar = polar_kernel();
+  own.rope = rope_kernel();
+  return own;
+}
+
+const Kernels& kernels_avx512vnni() {
+  static const Kernels kernels = with_integers("avx512vnni");
+  return kernels;
+}
+
+#if TERSEKV_AMX
+// Tiles of tokens are multiplied in bfloat16 by AMX.
+const Kernels& kernels_amx() {
+  static const Kernels kernels = [] {
+    Kernels own = with_integers("amx");
+    own.rounded_rows = &row_product_amx();
+    return own;
+  }();
+  return kernels;
+}
+#endif
+
 std::vector<Isa> detect() {
-  std::string avx2, avx512, bf16;
+  std::string avx2, avx512, vnni, bf16;
   const auto need = [](std::string& missing, bool present, const char* name) {
     if (!present) missing += (missing.empty() ? "" : ", ") + std::string(name);
   };
@@ -41,17 +96,22 @@ std::vector<Isa> detect() {
   need(avx512, __builtin_cpu_supports("avx512bw"), "avx512bw");
   need(avx512, __builtin_cpu_supports("avx512dq"), "avx512dq");
   need(avx512, __builtin_cpu_supports("avx512vl"), "avx512vl");
-  bf16 = avx512;
+  bf16 = vnni = avx512;
   need(bf16, __builtin_cpu_supports("avx512f") && has_avx512bf16(), "avx512_bf16");
-  return {
-      {&kernels_avx512bf16(), bf16}, {&kernels_avx512(), avx512}, {&kernels_avx2(), avx2}, {&kernels_baseline(), ""}};
-}
-
-constexpr unsigned kVbmi = 1u << 1, kVbmi2 = 1u << 6, kVnni = 1u << 11;
-
-bool has(unsigned features) {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (c & features) == features;
+  need(vnni, __builtin_cpu_supports("avx512f") && has(kVnni), "avx512_vnni");
+  std::vector<Isa> all;
+#if TERSEKV_AMX
+  std::string amx = vnni;
+  need(amx, has_amx(), "amx_bf16");
+  need(amx, has_avx512bf16(), "avx512_bf16");
+  if (amx.empty()) need(amx, may_use_tiles(), "amx_bf16, which this process may not use");
+  all.push_back({&kernels_amx(), amx});
+#endif
+  all.insert(all.end(), {{&kernels_avx512bf16(), bf16}, {&kernels_avx512vnni(), vnni}});
+  // Vectors of bfloat16 are multiplied faster than float32 by AMD's CPUs, and half as fast by Intel's.
+  if (__builtin_cpu_is("intel")) std::swap(all[all.size() - 2], all.back());
+  all.insert(all.end(), {{&kernels_avx512(), avx512}, {&kernels_avx2(), avx2}, {&kernels_baseline(), ""}});
+  return all;
 }
 #else
 std::vector<Isa> detect() { return {{&kernels_baseline(), ""}}; }

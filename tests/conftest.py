@@ -22,6 +22,7 @@ if not torch.cuda.is_available():
 import transformers as tf
 
 from covering import covering
+from native_calls import ROUNDING_ISAS
 from tersekv.calibration import calibrate, find, first_use
 from tersekv.cli import output
 from tersekv.codecs import methods, registered
@@ -316,7 +317,7 @@ def float32_kernels():
 
     tests/kernels/test_ops_parity.py chooses every instruction set itself.
     """
-    rounds = cpu.why_not_built() is None and cpu.isa() == "avx512bf16"
+    rounds = cpu.why_not_built() is None and cpu.isa() in ROUNDING_ISAS
     if rounds:
         cpu.set_isa("avx512")
     yield

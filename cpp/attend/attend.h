@@ -12,8 +12,7 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int64_t kTileElements = 1 << 15;  // of the keys and values that are decoded at a time
-constexpr int64_t kTileTokens = 256, kLeastTileTokens = 64;
+constexpr int64_t kLeastTileTokens = 64;
 
 // Call body(row, rows) for tiles of at most four rows; tiles are as equal in size as possible.
 template <class Body>
@@ -69,9 +68,10 @@ struct Workspace {
 
   // Apply softmax to the scores of `count` tokens from `token` on, of some rows of the task. Scores are
   // multiplied by `factor`. Return false if no row sees any of the tokens, so that the values need not be read.
+  // rounded: weights will be rounded to bfloat16.
   template <class S>
   bool weigh_chunk(const Call& call, const Task& task, int64_t row, int64_t rows, int64_t token, int64_t count,
-                   float factor) const {
+                   float factor, bool rounded = false) const {
     const Scores& how = call.scores;
     bool any = false;
     for (int64_t r = row; r < row + rows; r++) {
@@ -80,7 +80,8 @@ struct Workspace {
       for (int64_t i = seen < 0 ? 0 : round_up(seen, kLanes); i < round_up(count, kLanes); i++) own[i] = 0.0f;
       if (seen <= 0) continue;
       const uint8_t* mask = mask_row(call, task, r);
-      const float share = weigh<S>(how, mask ? mask + token : nullptr, own, seen, factor, state[r], any);
+      const auto weigh_row = rounded ? weigh<S, true> : weigh<S, false>;
+      const float share = weigh_row(how, mask ? mask + token : nullptr, own, seen, factor, state[r], any);
       rescale<S>(sum + r * sum_stride, sum_stride, share);
     }
     return any;
@@ -176,10 +177,15 @@ inline bool are_shared(const Call& call) {
          keys->stride_h == values.stride_h && keys->stride_t == values.stride_t;
 }
 
+inline const RowProduct& tile_product(const Call& call) {
+  return rounds_tiles(call) ? *call.rounded_rows : TERSEKV_BUILD(row_product)();
+}
+
 // Number of tokens of a tile, a multiple of the call's units.
 inline int64_t tile_tokens(const Call& call) {
   const int64_t channels = round_up(call.D, kLanes) + round_up(call.Dv, kLanes), unit = call.tokens_per_unit;
-  int64_t wanted = least(kTileTokens, kTileElements / channels / kLanes * kLanes);
+  const RowProduct& product = tile_product(call);
+  int64_t wanted = least(product.tile_tokens, product.tile_elements / channels / kLanes * kLanes);
   if (wanted < kLeastTileTokens) wanted = kLeastTileTokens;
   return unit >= wanted ? unit : wanted / unit * unit;
 }
@@ -188,10 +194,11 @@ inline int64_t tile_tokens(const Call& call) {
 template <class S>
 void add_tiles(const Call& call, const Task& task, const Workspace& w, float factor) {
   const bool shared = are_shared(call), packed = !shared && call.keys->kind != Kind::exact;
+  const bool rounded = rounds_tiles(call);
   const int64_t unit = call.tokens_per_unit, D = call.D, Dv = call.Dv;
   const int64_t width = round_up(D, kLanes), out_width = round_up(Dv, kLanes);
   const int64_t chunk = tile_tokens(call), most = round_up(chunk, kLanes);
-  const RowProduct& product = rounds_tiles(call) ? *call.rounded_rows : TERSEKV_BUILD(row_product)();
+  const RowProduct& product = tile_product(call);
   const Span later{};
   int64_t shift = 0;
   Node keys = node_of(call.keys, call, task, shift, later), values = node_of(call.values, call, task, shift, later);
@@ -231,7 +238,7 @@ void add_tiles(const Call& call, const Task& task, const Workspace& w, float fac
       const int64_t columns = least(round_up(own, kPanelColumns), tokens - from);
       product.multiply(w.query + row * w.query_stride, w.query_stride, some, width, {key_panels, width, 0, from},
                        columns, false, words, w.score, w.score_stride);
-      if (!w.weigh_chunk<S>(call, task, row, some, t0 + from, own, factor)) continue;
+      if (!w.weigh_chunk<S>(call, task, row, some, t0 + from, own, factor, rounded)) continue;
       product.multiply(w.score, w.score_stride, some, round_up(own, kLanes), {value_panels, tokens, from}, out_width,
                        true, words, w.sum + row * w.sum_stride, w.sum_stride);
     }
@@ -253,6 +260,7 @@ void attend_tiles(const Part* parts, int64_t count) {
   for (int64_t i = 0; i < count; i++)
     if (const int64_t own = tile_tokens(*parts[i].call); own > most) most = own;
   const Workspace w(any, parts->task, most, least(kTileRows, parts->task.rows), scaling);
+  const ProductScope products(tile_product(any));
   for (int64_t i = 0; i < count; i++) {
     const Part& part = parts[i];
     if (part.task.first == part.task.last) continue;

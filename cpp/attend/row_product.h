@@ -24,11 +24,30 @@ struct RowProduct {
   // Sum over K rows of b. Add to out, or overwrite it. words: room for `rows`·K floats.
   void (*multiply)(const float* a, int64_t a_stride, int64_t rows, int64_t K, const Panels& b, int64_t columns,
                    bool add, float* words, float* out, int64_t out_stride);
+  // Most keys and values, in elements, and most tokens that are decoded at a time.
+  int64_t tile_elements = 1 << 15, tile_tokens = 256;
+  // Called before a thread's first product of a task, and after its last one. Null: nothing to do.
+  void (*begin)() = nullptr;
+  void (*end)() = nullptr;
+};
+
+// Calls `begin` and `end`.
+struct ProductScope {
+  const RowProduct& of;
+  explicit ProductScope(const RowProduct& product) : of(product) {
+    if (of.begin) of.begin();
+  }
+  ~ProductScope() {
+    if (of.end) of.end();
+  }
+  ProductScope(const ProductScope&) = delete;
+  ProductScope& operator=(const ProductScope&) = delete;
 };
 
 const RowProduct& row_product_baseline();
 const RowProduct& row_product_avx2();
 const RowProduct& row_product_avx512();
 const RowProduct& row_product_avx512bf16();
+const RowProduct& row_product_amx();
 
 }  // namespace tersekv

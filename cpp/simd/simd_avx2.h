@@ -117,10 +117,9 @@ struct Avx2 : Float32Codes<Avx2> {
     return _mm256_blendv_ps(x, _mm256_set1_ps(-__builtin_inff()), _mm256_castsi256_ps(hidden));
   }
   static F hide(F x, const uint8_t* seen) { return {hide(x.lo, seen), hide(x.hi, seen + 8)}; }
-  static F round(F x) {
-    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
-    return {_mm256_round_ps(x.lo, mode), _mm256_round_ps(x.hi, mode)};
-  }
+  // x = whole(x) + fraction(x, whole(x)), with a fraction from 0 to 1.
+  static F whole(F x) { return {_mm256_floor_ps(x.lo), _mm256_floor_ps(x.hi)}; }
+  static F fraction(F x, F n) { return {_mm256_sub_ps(x.lo, n.lo), _mm256_sub_ps(x.hi, n.hi)}; }
   // x·2^n for integral n in [-126, 127].
   static __m256 scale2(__m256 x, __m256 n) {
     const __m256i exponent = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));

@@ -89,8 +89,10 @@ struct Avx512 : Float32Codes<Avx512> {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(seen));
     return _mm512_mask_mov_ps(_mm512_set1_ps(-__builtin_inff()), _mm_test_epi8_mask(bytes, bytes), x);
   }
-  static F round(F x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
-  // x·2^n for integral n.
+  // x = whole(x) + fraction(x, whole(x)), with a fraction from 0 to 1. Here scale2 takes the whole part itself.
+  static F whole(F x) { return x; }
+  static F fraction(F x, F) { return _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC); }
+  // x·2^whole(n).
   static F scale2(F x, F n) { return _mm512_scalef_ps(x, n); }
   static F zero_below(F x, F value, float limit) {
     return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x, _mm512_set1_ps(limit), _CMP_NLT_UQ), value);

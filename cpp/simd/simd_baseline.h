@@ -100,7 +100,9 @@ struct Baseline : Float32Codes<Baseline> {
     for (int i = 0; i < kLanes; i++) x[i] = seen[i] ? x[i] : -__builtin_inff();
     return x;
   }
-  static F round(F x) { return (x + 12582912.0f) - 12582912.0f; }
+  // x = whole(x) + fraction(x, whole(x)), with a fraction from 0 to 1, for x > -127.
+  static F whole(F x) { return max((x - 0.5f + 12582912.0f) - 12582912.0f, set1(-127.0f)); }
+  static F fraction(F x, F n) { return x - n; }
   // x·2^n for integral n in [-126, 127].
   static F scale2(F x, F n) { return x * (F)((__builtin_convertvector(n, I) + 127) << 23); }
   static F zero_below(F x, F value, float limit) { return x < limit ? F{} : value; }

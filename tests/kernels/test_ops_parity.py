@@ -22,7 +22,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from native_calls import why_not
+from native_calls import ROUNDING_ISAS, why_not
 from packed_views import make_mask
 from tersekv.kernels import cpu
 from tersekv.kernels.attend_grid import GridSide, decode_grid
@@ -160,7 +160,7 @@ def grid_expectation(query, keys, values, mask, scaling, softcap):
 
 
 def compare_grid(result, expected):
-    compare(result, expected.of_bfloat16() if cpu.isa() == "avx512bf16" else expected)
+    compare(result, expected.of_bfloat16() if cpu.isa() in ROUNDING_ISAS else expected)
 
 
 def run_grid(keys, values, R, mask=None, scaling=0.125, softcap=None, query_scale=1.0):
@@ -301,7 +301,7 @@ def test_rounded_tables_leave_no_mean_error(isa, recipe):
     keys, values = (codec.view(codec.encode(x), 64).operand for codec, x in zip(codecs, (key, value), strict=True))
     args = torch.randn(1, 1, 4, 64, generator=g), keys, values, None, 0.125, None
     out, expected = cpu_attend.attend_packed(*args)[0], attend_packed.reference(*args)[0]
-    assert (out - expected).norm() <= (5e-3 if isa == "avx512bf16" else 1e-5) * expected.norm()
+    assert (out - expected).norm() <= (5e-3 if isa in ROUNDING_ISAS else 1e-5) * expected.norm()
 
 
 def model_like(H, T, D, seed):
@@ -336,7 +336,7 @@ def test_error_on_keys_with_outlier_channels(isa, recipe, seed):
     weights = torch.softmax(query.bfloat16() @ decoded(keys).bfloat16().mT * 128**-0.5, dim=-1)
     dense = (weights @ decoded(values).bfloat16()).float()
     error, dense_error = ((x - expected).norm().item() / expected.norm().item() for x in (out, dense))
-    assert error < (1e-2 if isa == "avx512bf16" else 2e-5)
+    assert error < (1e-2 if isa in ROUNDING_ISAS else 2e-5)
     assert error < dense_error / 4
 
 
@@ -441,7 +441,7 @@ def test_threads_agree(isa, two_threads):
     single, single_lse = cpu_attend.attend_packed(*args)
     # Weights relative to another chunk's maximum round to other bfloat16 neighbours; scores are the
     # same.
-    torch.testing.assert_close(out, single, rtol=0, atol=2 * BF16_ULP if isa == "avx512bf16" else 16 * ULP)
+    torch.testing.assert_close(out, single, rtol=0, atol=2 * BF16_ULP if isa in ROUNDING_ISAS else 16 * ULP)
     torch.testing.assert_close(lse, single_lse, rtol=0, atol=16 * ULP * single_lse.abs().max().item())
 
 

@@ -8,7 +8,7 @@ which stay in float32.
 import pytest
 import torch
 
-from native_calls import why_not
+from native_calls import ROUNDING_ISAS, why_not
 from packed_views import magnitude, packed, rope, tokens
 from tersekv.kernels import cpu
 from tersekv.kernels.cpu import attend as cpu_attend
@@ -97,7 +97,7 @@ def run(keys, R, error, mask=None, query_scale=1.0, softcap=None):
     result = cpu_attend.attend_packed(*args)
     expected = expectation(query, key, value, (magnitude(keys), magnitude(values)), mask, *args[4:])
     lost = result[0] - expected.out
-    if cpu.isa() == "avx512bf16":
+    if cpu.isa() in ROUNDING_ISAS:
         added = error(query) * args[4]
         bound = expected.out_bound + 2 * added * float(value.abs().max())
         expected = expected._replace(out_bound=bound, lse_bound=expected.lse_bound + added)

@@ -7,6 +7,9 @@ from typing import Any
 
 from tersekv.kernels.registry import NotTaken
 
+ROUNDING_ISAS = ("amx", "avx512vnni", "avx512bf16")
+"""Instruction sets that multiply some numbers in bfloat16 or in integers."""
+
 
 def why_not(run: Callable[..., Any], *args: Any, **options: Any) -> str | None:
     """Return the reason why a kernel refuses a call, or None if it accepts it."""

@@ -111,7 +111,7 @@ def dtype_of_products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 def prefers_native(query: Tensor, *others: Tensor) -> bool:
     """True if our kernel attends with many queries faster than torch's fused attention: with AVX2 or AVX-512,
-    unless torch uses AMX.
+    and in bfloat16 with AMX if torch uses it.
 
     It has no gradients. others: keys and values.
     """
@@ -119,7 +119,7 @@ def prefers_native(query: Tensor, *others: Tensor) -> bool:
         return False
     if query.device.type != "cpu" or cpu.why_not_built() is not None or cpu.isa() == "scalar":
         return False
-    return query.dtype != torch.bfloat16 or not torch.cpu._is_amx_tile_supported()
+    return query.dtype != torch.bfloat16 or cpu.isa() == "amx" or not torch.cpu._is_amx_tile_supported()
 
 
 @functools.cache
