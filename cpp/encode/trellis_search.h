@@ -32,7 +32,6 @@ struct Origin {
 struct Component {
   const int16_t* entries;  // scaled table, states in reverse
   const float* table;      // by window
-  float weight;
   int bits;
   int brought;  // bits of the components before it
   int factor;

@@ -16,24 +16,25 @@ inline int gain_code(double gain) {
 // Write the newest bits of each window to a stream. A word is stored again until it is full.
 inline void write_stream(const Component* components, int64_t count, const uint8_t* windows, uint16_t* stream) {
   uint32_t word = 0;
-  int filled = 0;
+  unsigned filled = 0;
   for (int64_t a = 0; a < count; a++) {
-    const int bits = components[a].bits;
+    const auto bits = static_cast<unsigned>(components[a].bits);
     word |= static_cast<uint32_t>(windows[a] >> (kStateBits - bits)) << filled;
     filled += bits;
     *stream = static_cast<uint16_t>(word);
-    const int full = filled / 16;  // 0 or 1
-    stream += full;
-    word >>= 16 * full;
-    filled -= 16 * full;
+    const unsigned full = filled & 16;  // filled is less than 24
+    stream += full / 16;
+    word >>= full;
+    filled -= full;
   }
 }
 
-// The components of a row that have bits.
+// The components of a row that have bits, and of each one what vectors of floats are computed with. There are zeros
+// after them up to a multiple of 16.
 struct Row {
   Component* components;
   int64_t count;
-  float *unit, *limit;
+  float *unit, *limit, *weight;
   float* reach;  // see first_gains in kernels/trellis.py
   float enough;  // error at a gain of 1 below which no other gain is tried
 };
@@ -49,18 +50,17 @@ struct Gained {
       tried;  // codes of gains: the best one, that of least squares of the first search, and the one in search
 
   // Keep the windows found last if they are better with the gain tried or with that of least squares.
-  // Return the latter.
-  int compare(const Row& row, const uint8_t* windows, const float* gains) {
-    constexpr int kSums = 4;  // sums that are independent of each other
-    float products[kSums] = {}, lengths[kSums] = {};
-    for (int64_t a = 0; a < row.count; a++) {
-      const Component& c = row.components[a];
-      const float x = c.table[windows[a]], weighted = c.weight * x;
-      products[a % kSums] += weighted * y[a];
-      lengths[a % kSums] += weighted * x;
+  // Return the latter. found: room for their table entries.
+  template <class S>
+  int compare(const Row& row, const uint8_t* windows, const float* gains, float* found) {
+    for (int64_t a = 0; a < row.count; a++) found[a] = row.components[a].table[windows[a]];
+    typename S::F products = S::zero(), lengths = S::zero();
+    for (int64_t a = 0; a < row.count; a += kLanes) {
+      const typename S::F x = S::load(found + a), weighted = S::mul(S::load(row.weight + a), x);
+      products = S::fma(weighted, S::load(y + a), products);
+      lengths = S::fma(weighted, x, lengths);
     }
-    const float product = products[0] + products[1] + (products[2] + products[3]),
-                length = lengths[0] + lengths[1] + (lengths[2] + lengths[3]);
+    const float product = S::hsum(products), length = S::hsum(lengths);
     const int fitting = gain_code(product / (length > 1e-20f ? length : 1e-20f));
     bool better = false;
     for (const int tries : {tried, fitting}) {
@@ -71,11 +71,17 @@ struct Gained {
       least = error;
       code = tries;
     }
-    if (better)
-      for (int64_t a = 0; a < row.count; a++) best[a] = windows[a];
+    if (better) __builtin_memcpy(best, windows, row.count);
     return fitting;
   }
 };
+
+// Zeros up to a multiple of 16.
+inline float* zeros(int64_t floats) {
+  float* made = scratch(round_up(floats, kLanes));
+  for (int64_t i = 0; i < round_up(floats, kLanes); i++) made[i] = 0.0f;
+  return made;
+}
 
 // Search n vectors with their gains `tried`, two at a time. after(vector, windows) is called for each.
 template <class S, class After>
@@ -96,28 +102,27 @@ void search_each(const EncodeTrellis& call, const Row& row, const Lane* lanes, G
   }
 }
 
-// Find gain and stream of n vectors from number `at` on.
-template <class S>
+// Find gain and stream of n vectors from number `at` on. C, S: see encode_vectors.
+template <class C, class S>
 void pack_vectors(const EncodeTrellis& call, int64_t at, int64_t n, const Row& row, const Lane* lanes,
                   Gained* vectors) {
   Gained* due[kTrellisTask];
+  float* found = zeros(row.count);
   for (int64_t v = 0; v < n; v++) {
     Gained& own = vectors[v];
-    float squares = 0.0f, weighted = 0.0f;
-    for (int64_t a = 0; a < row.count; a++) {
-      squares += own.y[a] * own.y[a];
-      weighted += row.components[a].weight * (own.y[a] * own.y[a]);
+    typename S::F all = S::zero(), counted = S::zero(), far = S::zero();
+    for (int64_t a = 0; a < row.count; a += kLanes) {
+      const typename S::F y = S::load(own.y + a), square = S::mul(y, y);
+      all = S::add(all, square);
+      counted = S::fma(S::load(row.weight + a), square, counted);
+      far = S::max(far, S::mul(S::abs(y), S::load(row.reach + a)));
     }
+    const float squares = S::hsum(all), weighted = S::hsum(counted), beyond = S::hmax(far);
     const float length = __builtin_sqrtf(squares / static_cast<float>(row.count > 1 ? row.count : 1));
     if (call.length) call.length[at + v] = length;
     own.code = gain_code(length);
     const float gain = call.gains[own.code];
     own.enough = row.enough * (gain * gain);
-    float beyond = 0.0f;
-    for (int64_t a = 0; a < row.count; a++) {
-      const float reached = __builtin_fabsf(own.y[a]) * row.reach[a];
-      beyond = reached > beyond ? reached : beyond;
-    }
     const int larger = own.code < 254 ? own.code + 1 : 255, reaching = gain_code(beyond);
     own.tried = larger > reaching ? larger : reaching;
     own.squares = weighted;
@@ -125,8 +130,8 @@ void pack_vectors(const EncodeTrellis& call, int64_t at, int64_t n, const Row& r
     due[v] = &own;
   }
   int64_t left = row.count ? n : 0;
-  search_each<S>(call, row, lanes, due, left,
-                 [&](Gained& v, const uint8_t* windows) { v.own = v.compare(row, windows, call.gains); });
+  search_each<C>(call, row, lanes, due, left,
+                 [&](Gained& v, const uint8_t* windows) { v.own = v.compare<S>(row, windows, call.gains, found); });
   for (int64_t t = 0; t < call.tries; t++) {
     int64_t kept = 0;
     for (int64_t v = 0; v < left; v++) {
@@ -136,8 +141,8 @@ void pack_vectors(const EncodeTrellis& call, int64_t at, int64_t n, const Row& r
       due[kept++] = due[v];
     }
     left = kept;
-    search_each<S>(call, row, lanes, due, left,
-                   [&](Gained& v, const uint8_t* windows) { v.compare(row, windows, call.gains); });
+    search_each<C>(call, row, lanes, due, left,
+                   [&](Gained& v, const uint8_t* windows) { v.compare<S>(row, windows, call.gains, found); });
   }
   for (int64_t v = 0; v < n; v++) {
     uint16_t* stream = call.stream + (at + v) * call.words;
@@ -175,7 +180,7 @@ template <class C, class S>
 void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
   reset_scratch();
   const int64_t D = call.D, n = last - first;
-  Row own{scratch_of<Component>(D), 0, scratch(D), scratch(D), scratch(D), call.enough ? call.enough[row] : 0.0f};
+  Row own{scratch_of<Component>(D), 0, scratch(D), scratch(D), zeros(D), zeros(D), call.enough ? call.enough[row] : 0.0f};
   int place = 0, brought = 0;
   for (int64_t d = 0; d < D; d++) {
     const int bits = call.bits[row * D + d];
@@ -183,9 +188,9 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
     const TrellisUnit& unit = call.units[row * D + d];
     own.unit[own.count] = unit.unit;
     own.limit[own.count] = unit.limit;
+    own.weight[own.count] = call.weight[row * D + d];
     own.components[own.count++] = {call.scaled + bits * kTrellisStates,
                                    call.entries + bits * kTrellisStates,
-                                   call.weight[row * D + d],
                                    bits,
                                    brought,
                                    unit.factor,
@@ -196,10 +201,10 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
   }
   float expected = 0.0f;
   for (int64_t a = 0; a < own.count; a++)
-    expected += __builtin_ldexpf(own.components[a].weight, -2 * own.components[a].bits);
+    expected += __builtin_ldexpf(own.weight[a], -2 * own.components[a].bits);
   for (int64_t a = 0; a < own.count; a++) {
     const Component& c = own.components[a];
-    const float end = call.ends[c.bits], product = c.weight * end, sum = product * end + expected;
+    const float end = call.ends[c.bits], product = own.weight[a] * end, sum = product * end + expected;
     own.reach[a] = product / (sum > 1e-30f ? sum : 1e-30f);
   }
   Lane lanes[kTogether];
@@ -216,14 +221,12 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
   }
   Gained vectors[kTrellisTask];
   for (int64_t v = 0; v < n; v++) {
-    vectors[v].y = scratch(D);
+    vectors[v].y = zeros(D);
     vectors[v].best = scratch_of<uint8_t>(D);
-    for (int64_t a = 0; a < own.count; a++) {
-      vectors[v].y[a] = y[v * y_n + own.components[a].d * y_d];
-      vectors[v].best[a] = 0;
-    }
+    __builtin_memset(vectors[v].best, 0, D);
+    for (int64_t a = 0; a < own.count; a++) vectors[v].y[a] = y[v * y_n + own.components[a].d * y_d];
   }
-  if (!call.windows) return pack_vectors<C>(call, row * call.n + first, n, own, lanes, vectors);
+  if (!call.windows) return pack_vectors<C, S>(call, row * call.n + first, n, own, lanes, vectors);
   Gained* all[kTrellisTask];
   for (int64_t v = 0; v < n; v++) {
     vectors[v].tried = kUnitGain;
