@@ -113,8 +113,8 @@ def cache(recipe: str) -> str:
 
 
 def cpu(row: Row) -> str:
-    """Return the kind of CPU that a row of a benchmark was measured on. All were made by AMD."""
-    for family, name in (("family 25, model 1)", "Zen 3"), ("family 26,", "Zen 5")):
+    """Return the kind of CPU that a row of a benchmark was measured on. All but those with AMX were made by AMD."""
+    for family, name in (("family 25, model 1)", "Zen 3"), ("family 26,", "Zen 5"), ("family 6,", "Xeon with AMX")):
         if family in row["cpu"]:
             return name
     return {"avx512bf16": "Zen 4", "avx512": "Zen 5"}[row["isa"]]

@@ -14,7 +14,7 @@ from tersekv.serving.dense import AttentionKind, Lengths, attend_dense
 from tersekv.serving.vllm.backend import ByRecipe
 
 LONG_PROMPT = 1024
-"""Tokens of a request from which our kernel is faster than vLLM's, if that has no AMX."""
+"""Tokens of a request from which our kernel is not slower than vLLM's."""
 
 SCRATCH_PAGE = 128
 """Tokens per page of the memory in which vLLM's kernel reads unpacked tokens."""
@@ -43,7 +43,7 @@ class _Plan:
 
 
 class VllmDense:
-    """`DenseAttention` by vLLM's own CPU kernel, for all requests in one call; of long prompts by ours without AMX."""
+    """`DenseAttention` by vLLM's own CPU kernel, for all requests in one call; of long prompts by ours."""
 
     def __init__(self) -> None:
         self._plans: dict[int, _Plan] = {}  # by sliding window
