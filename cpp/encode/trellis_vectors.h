@@ -180,7 +180,8 @@ template <class C, class S>
 void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
   reset_scratch();
   const int64_t D = call.D, n = last - first;
-  Row own{scratch_of<Component>(D), 0, scratch(D), scratch(D), zeros(D), zeros(D), call.enough ? call.enough[row] : 0.0f};
+  Row own{
+      scratch_of<Component>(D), 0, scratch(D), scratch(D), zeros(D), zeros(D), call.enough ? call.enough[row] : 0.0f};
   int place = 0, brought = 0;
   for (int64_t d = 0; d < D; d++) {
     const int bits = call.bits[row * D + d];
@@ -200,8 +201,7 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
     place += kTrellisStates >> bits < kCosts ? kCosts : kTrellisStates >> bits;
   }
   float expected = 0.0f;
-  for (int64_t a = 0; a < own.count; a++)
-    expected += __builtin_ldexpf(own.weight[a], -2 * own.components[a].bits);
+  for (int64_t a = 0; a < own.count; a++) expected += __builtin_ldexpf(own.weight[a], -2 * own.components[a].bits);
   for (int64_t a = 0; a < own.count; a++) {
     const Component& c = own.components[a];
     const float end = call.ends[c.bits], product = own.weight[a] * end, sum = product * end + expected;
