@@ -110,16 +110,13 @@ def dtype_of_products(dtype: torch.dtype, device: torch.device) -> torch.dtype:
 
 
 def prefers_native(query: Tensor, *others: Tensor) -> bool:
-    """True if our kernel attends with many queries faster than torch's fused attention: with AVX2 or AVX-512,
-    and in bfloat16 with AMX if torch uses it.
+    """True if our kernel attends with many queries faster than torch's fused attention: with AVX2, AVX-512 or AMX.
 
     It has no gradients. others: keys and values.
     """
     if torch.is_grad_enabled() and any(x.requires_grad for x in (query, *others)):
         return False
-    if query.device.type != "cpu" or cpu.why_not_built() is not None or cpu.isa() == "scalar":
-        return False
-    return query.dtype != torch.bfloat16 or cpu.isa() == "amx" or not torch.cpu._is_amx_tile_supported()
+    return query.device.type == "cpu" and cpu.why_not_built() is None and cpu.isa() != "scalar"
 
 
 @functools.cache
