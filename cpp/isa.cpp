@@ -73,9 +73,15 @@ const Kernels& kernels_avx512vnni() {
 #if TERSEKV_AMX
 // Tiles of tokens are multiplied in bfloat16 by AMX.
 const Kernels& kernels_amx() {
+  static const RowProduct rows = [] {
+    RowProduct own = row_product_amx();
+    own.pack_keys = row_product_avx512bf16().pack_keys;
+    own.pack_values = row_product_avx512bf16().pack_values;
+    return own;
+  }();
   static const Kernels kernels = [] {
     Kernels own = with_integers("amx");
-    own.rounded_rows = &row_product_amx();
+    own.rounded_rows = &rows;
     return own;
   }();
   return kernels;

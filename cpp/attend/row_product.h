@@ -48,6 +48,6 @@ const RowProduct& row_product_baseline();
 const RowProduct& row_product_avx2();
 const RowProduct& row_product_avx512();
 const RowProduct& row_product_avx512bf16();
-const RowProduct& row_product_amx();
+const RowProduct& row_product_amx();  // without functions that pack: they are those of AVX512-BF16
 
 }  // namespace tersekv
