@@ -70,6 +70,19 @@ const Kernels& kernels_avx512vnni() {
   return kernels;
 }
 
+// Grids of up to 4 bits and tiles of tokens are multiplied in bfloat16.
+const Kernels& kernels_avx512bf16() {
+  static const Kernels kernels = [] {
+    Kernels own = with_integers("avx512bf16");
+    own.ns_per_product = 0.007;
+    own.grid_product = grid_product_avx512bf16;
+    own.rounds = true;
+    own.rounded_rows = &row_product_avx512bf16();
+    return own;
+  }();
+  return kernels;
+}
+
 #if TERSEKV_AMX
 // Tiles of tokens are multiplied in bfloat16 by AMX.
 const Kernels& kernels_amx() {

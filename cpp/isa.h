@@ -11,7 +11,6 @@ namespace tersekv {
 const Kernels& kernels_baseline();
 const Kernels& kernels_avx2();
 const Kernels& kernels_avx512();
-const Kernels& kernels_avx512bf16();
 
 GridFn grid_product_baseline(const GridView& view, int rows);
 GridFn grid_product_avx2(const GridView& view, int rows);

@@ -8,7 +8,22 @@ from recorded import markdown
 from tersekv.lab.evals.tasks.base import Estimate
 
 FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
-ZEN_5, AMX = "serving_speed_zen5.jsonl", "serving_speed_amx.jsonl"
+OTHER_CPUS = (
+    (
+        "Zen 5",
+        "The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel. In rows with "
+        "`busy` two processes computed without end beside the engine.",
+        "serving_speed_zen5.jsonl",
+    ),
+    (
+        "a Xeon with AMX",
+        "The same on a shared Xeon whose speed varied by a factor of two between rounds, and with it these figures. "
+        "vLLM's own attention and ours multiply by AMX.",
+        "serving_speed_amx.jsonl",
+    ),
+)
+"""CPUs other than the first section's: name, text and record."""
+
 CACHE_FILES = ("prompt_cache.jsonl", "prompt_cache_qwen.jsonl")
 
 
@@ -91,19 +106,12 @@ def page() -> Page:
                 "timed last, the other shapes with earlier code.",
                 made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
             ),
-            Section(
-                "Speed on Zen 5",
-                "The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel. In "
-                "rows with `busy` two processes computed without end beside the engine.",
-                serving.tables(rows(ZEN_5))["speed"], [ZEN_5],
-                command.format("speed --recipes full trellis:bits=3 --calibration FILE --shapes 8x400x129 8x4000x65"),
-            ),
-            Section(
-                "Speed on a Xeon with AMX",
-                "The same on a shared Xeon whose speed varied by a factor of two between rounds, and with it these "
-                "figures. vLLM's own attention and ours multiply by AMX.",
-                serving.tables(rows(AMX))["speed"], [AMX],
-                command.format("speed --recipes full trellis:bits=3 --calibration FILE --shapes 8x400x129 8x4000x65"),
+            *(
+                Section(
+                    f"Speed on {cpu}", text, serving.tables(rows(file))["speed"], [file],
+                    command.format("speed --recipes full trellis:bits=3 --calibration FILE --shapes 8x400x129 8x4000x65"),
+                )
+                for cpu, text, file in OTHER_CPUS
             ),
             Section(
                 "Under memory pressure",

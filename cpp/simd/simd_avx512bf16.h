@@ -7,8 +7,6 @@
 namespace tersekv {
 
 struct Avx512Bf16 : Avx512 {
-  static constexpr const char* kName = "avx512bf16";
-  static constexpr double kNsPerProduct = 0.007;
   static constexpr int kCodes = 2;
   using Coef = uint16_t;
 
