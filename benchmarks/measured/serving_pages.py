@@ -109,7 +109,9 @@ def page() -> Page:
             *(
                 Section(
                     f"Speed on {cpu}", text, serving.tables(rows(file))["speed"], [file],
-                    command.format("speed --recipes full trellis:bits=3 --calibration FILE --shapes 8x400x129 8x4000x65"),
+                    command.format(
+                        "speed --recipes full trellis:bits=3 --calibration FILE --shapes 8x400x129 8x4000x65"
+                    ),
                 )
                 for cpu, text, file in OTHER_CPUS
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -55,8 +56,10 @@ def steps(row: Row) -> list[float]:
 
 
 def times(values: list[float], full: list[float], digits: int = 2) -> str:
-    """Return values in multiples of the full cache's in the same round, least and most."""
-    return span([a / b for a, b in zip(values, full, strict=True)], digits)
+    """Return values in multiples of the full cache's in the same round: least and most, after the median of several."""
+    ratios = [a / b for a, b in zip(values, full, strict=True)]
+    ends = span(ratios, digits)
+    return ends if len(ratios) < 3 else f"{statistics.median(ratios):.{digits}f}; {ends}"
 
 
 def prompts() -> str:
@@ -190,11 +193,11 @@ def page() -> Page:
     return Page(
         "Speed and memory with a model",
         "Time to read a prompt, a second turn, a step and peak memory, by CPU kind, model, length and cache.",
-        "Two threads, caches in turns in one process, medians of 2 or 3 rounds. The machines were shared, so times of "
-        "different runs cannot be compared. Ratios can: they are of the same round, least and most. "
-        "`trellis:bits=3,calibration=prompt` was the preset `default` in the earlier runs, before its packing became "
-        "faster. With the presets Gemma 3 was coded as `kivi:bits=4`, but for 8,192 tokens in the run `zen4`, so its "
-        "other rows differ by chance.",
+        "Two threads, caches in turns in one process, medians of 2 to 4 rounds. The machines were shared, so times of "
+        "different runs cannot be compared. Ratios can: they are of the same round, least and most, after the median "
+        "of three and more. `trellis:bits=3,calibration=prompt` was the preset `default` in the earlier runs, before "
+        "its packing became faster. With the presets Gemma 3 was coded as `kivi:bits=4`, but for 8,192 tokens in the "
+        "run `zen4`, so its other rows differ by chance.",
         (
             Section(
                 "A prompt and a second turn",

@@ -52,7 +52,7 @@ def test_wheels_are_portable():
     assert "-march" not in cmake
     assert "-mcpu" not in cmake
     guarded = cmake[cmake.index("if(NOT TERSEKV_PORTABLE AND") :]
-    before, inside = cmake[: cmake.index(guarded)], guarded[: guarded.index("endif()\nset(kernels ")]
+    before, inside = cmake[: cmake.index(guarded)], guarded[: guarded.index("endif()\nset(products ")]
     after = guarded[len(inside) :]
     assert "-mavx2" in inside
     assert "-mavx" not in before + after
