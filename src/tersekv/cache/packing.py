@@ -121,8 +121,9 @@ def by_rate(store: Store, side: int, codecs: Sequence[Codec], x: Tensor, call: P
                     planes[piece.tier][name][:, piece.heads, at : at + plane.shape[2]] = plane
         for tier, of_tier in enumerate(store.tiers):
             if of_tier.sides[side].corrected:
-                found = planes[tier], own, before, places[tier][:, heads], counts[tier][heads]
-                lost[tier] = _lost(store, tier, lost[tier], heads, of[tier], *found, call)
+                blocks = {name: plane[:, heads] for name, plane in planes[tier].items()}
+                new = OfHeads(of[tier], blocks, places[tier][:, heads], counts[tier][heads])
+                lost[tier] = _lost(store, tier, heads, lost[tier], new, (own, before), call)
     return [([new], variance) for new, variance in zip(planes, lost, strict=True)]
 
 
@@ -162,24 +163,31 @@ LOST_BLOCKS = 8
 """Blocks of each head and rate that its lost variance is measured on, spread over its tokens."""
 
 
+class OfHeads(NamedTuple):
+    """Tokens that a tier packs of some heads: the codec, new blocks, places (see `RankedTokens.places`) and their
+    number in each head."""
+
+    codec: Codec
+    planes: PackedTensors
+    places: Tensor
+    tokens: Tensor
+
+
 def _lost(
     store: Store,
     tier: int,
-    known: Tensor | None,
     heads: slice,
-    codec: Codec,
-    planes: PackedTensors,
-    x: Tensor,
-    before: Tensor,
-    places: Tensor,
-    count: Tensor,
+    known: Tensor | None,
+    packed: OfHeads,
+    tokens: tuple[Tensor, Tensor],
     call: Packing,
 ) -> Tensor | None:
     """Return the lost variance of a tier's keys with that of the heads that pack their first tokens in it now.
 
-    planes: new blocks of all heads. x, before: all tokens of `heads`, and the codec's input. places: those of the
-    tier, see `RankedTokens.places`. count: how many each head has.
+    known: that of all heads so far. tokens: all tokens of `heads`, and the codec's input.
     """
+    codec, planes, places, count = packed
+    x, before = tokens
     new = (store.tiers[tier].blocks[0, heads].cpu() == 0) & (count > 0)
     if not bool(new.any()):
         return known
@@ -188,10 +196,10 @@ def _lost(
     unit, blocks = layout.block_tokens, (count // layout.block_tokens)[:, None]
     used, at = blocks.clamp(max=LOST_BLOCKS), torch.arange(LOST_BLOCKS)
     few = at.minimum(used - 1).clamp(min=0) * (blocks - 1).clamp(min=0) // (used - 1).clamp(min=1)
-    tokens = (few[..., None] * unit + torch.arange(unit)).flatten(1).to(x.device)
+    measured = (few[..., None] * unit + torch.arange(unit)).flatten(1).to(x.device)
     counts = ((at < used) & new[:, None]).repeat_interleave(unit, 1).to(x.device)
-    coded = layout.select_blocks({name: t[:, heads] for name, t in planes.items()}, few.to(x.device).expand(B, -1, -1))
-    index = places.gather(2, tokens.expand(B, -1, -1))
+    coded = layout.select_blocks(planes, few.to(x.device).expand(B, -1, -1))
+    index = places.gather(2, measured.expand(B, -1, -1))
     shown = _shown(call.place + index, call.hidden)
     sums, counts = LostVariance(), counts.expand(B, -1, -1) if shown is None else counts & shown
     if codec.pre_rope and store.rotary is not None:
