@@ -1,4 +1,5 @@
-// The kernels of one instruction set; CMakeLists.txt compiles this file once for each.
+// The kernels of the baseline, of AVX2 and of AVX-512, for each of which this file is compiled. isa.cpp makes those of
+// their extensions.
 #include "attend.h"
 #include "basis.h"
 #include "build.h"
