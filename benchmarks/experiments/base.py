@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from recorded import median_of, record
 from tersekv import cli
@@ -29,6 +29,8 @@ from tersekv.lab.evals.tasks import Task
 from tersekv.lab.evals.tasks.base import Estimate
 from tersekv.models.loading import load, load_config
 from tersekv.recipe import Recipe
+
+T = TypeVar("T")
 
 ROUNDS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
 """Numbers of samples. Every cell gets as many before any gets more, so a stopped run is even."""
@@ -77,6 +79,16 @@ class Setting:
     def folder(self) -> Path:
         """Folder of this model's records."""
         return self.out / f"{self.model.replace('/', '--')}-{self.dtype}"
+
+    def chosen(self, rows: Mapping[str, T]) -> dict[str, T]:
+        """Return the rows to run, by label.
+
+        Raises:
+            UserError: there is no row of a chosen label.
+        """
+        if unknown := [label for label in self.rows if label not in rows]:
+            raise UserError(f"no row {unknown[0]!r}: choose from {'; '.join(rows)}")
+        return {label: of for label, of in rows.items() if not self.rows or label in self.rows}
 
     def check_time(self) -> None:
         """Stop the run if its hours are used up.
@@ -191,15 +203,9 @@ class Questions(Experiment):
         options = {name: text.replace("{data}", folder) for name, text in (self.options | setting.options).items()}
         return [Column(value, self.task, options | {self.axis: value}) for value in setting.values or self.values]
 
-    def recipes(self, setting: Setting) -> dict[str, str]:
-        """Return the recipes of this run by label."""
-        if unknown := [label for label in setting.rows if label not in self.rows]:
-            raise UserError(f"no row {unknown[0]!r}: choose from {', '.join(self.rows)}")
-        return {label: text for label, text in self.rows.items() if not setting.rows or label in setting.rows}
-
     def run(self, setting: Setting) -> None:
         """Ask every question that has no record yet, in rounds of more and more samples."""
-        recipes = self.recipes(setting)
+        recipes = setting.chosen(self.rows)
         folder = calibrated(list(recipes.values()), setting)
         model, tokenizer = setting.loaded
         run = Harness(model, tokenizer, setting.model, list(recipes.values()), folder)
@@ -226,7 +232,7 @@ class Questions(Experiment):
             task = build([column.task], column.options)[column.task]
             rows = {
                 self.full: FULL,
-                **{label: str(Recipe.parse(text)) for label, text in self.recipes(setting).items()},
+                **{label: str(Recipe.parse(text)) for label, text in setting.chosen(self.rows).items()},
             }
             found += self._column(column.label, task, read(folder), rows)
         return found + (list(self._means(found)) if self.mean else [])

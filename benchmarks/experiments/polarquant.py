@@ -44,7 +44,7 @@ def times(setting: Setting) -> list[Result]:
     options = {"prompt": "16384", "new_tokens": "1024", "rounds": "3"} | setting.options
     prompt, new_tokens, rounds = (int(options[name]) for name in ("prompt", "new_tokens", "rounds"))
     model, tokenizer = setting.loaded
-    names = {str(Recipe.parse(recipe)): label for label, recipe in TIMED.items()}
+    names = {str(Recipe.parse(recipe)): label for label, recipe in setting.chosen(TIMED).items()}
     found = []
     for one in generate.run(
         model, tokenizer, list(names), [prompt], new_tokens=new_tokens, rounds=rounds, report=lambda text: print(text)

@@ -83,7 +83,7 @@ def layer_times(setting: Setting) -> list[Result]:
     with torch.inference_mode():
         for name, shape in SHAPES.items():
             plans: dict[str, LayerPlan | None] = {}
-            for label, recipe in TIMED.items():
+            for label, recipe in setting.chosen(TIMED).items():
                 _, keys, values = prompt(shape, CALIBRATION_TOKENS, setting.dtype)
                 plans[label] = None if label == EXACT else plan_of(recipe, keys, values)
             one_length(plans, shape, WARM_UP_TOKENS, setting.dtype, 1, 1)

@@ -86,7 +86,7 @@ class EqualBytes(Questions):
 
     def _fitted(self, column: Column, setting: Setting) -> dict[str, str]:
         """Return the recipes of a column by label, with the numbers of an earlier run if there was one."""
-        rows, path = self.recipes(setting), self._folder(setting, column) / SIZES
+        rows, path = setting.chosen(self.rows), self._folder(setting, column) / SIZES
         known: dict[str, str | None] = json.loads(path.read_text("utf-8")) if path.exists() else {}
         if any(label not in known for label in rows):
             reader = Reader(*setting.loaded)

@@ -107,10 +107,11 @@ class Windows(Experiment):
         return sorted(found, key=lambda r: METRICS.index(r.metric))
 
     def _chosen(self, setting: Setting) -> list[Cell]:
+        rows = setting.chosen({cell.row: cell for cell in self.cells})
         return [
             _cheaper(cell, setting.options)
             for cell in self.cells
-            if (not setting.rows or cell.row in setting.rows) and (not setting.values or cell.column in setting.values)
+            if cell.row in rows and (not setting.values or cell.column in setting.values)
         ]
 
     def _windows(self, setting: Setting, context: int) -> int:

@@ -77,7 +77,7 @@ def test_only_samples_that_all_rows_have_count(parts: ModuleType, tiny: str, tmp
 
 
 def test_unknown_rows_and_missing_data_are_refused(parts: ModuleType, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="no row 'KIVY': choose from KIVI, float"):
+    with pytest.raises(UserError, match="no row 'KIVY': choose from KIVI; float"):
         passkey(parts).run(parts.Setting("none", "float32", tmp_path, rows=("KIVY",)))
     with pytest.raises(UserError, match=r"this experiment reads a\.txt: give the folder that holds it with --data"):
         parts.Setting("none", "float32", tmp_path).text("a.txt")

@@ -45,6 +45,13 @@ def test_times_stop_when_the_hours_are_used_up(tmp_path: Path, monkeypatch: pyte
     assert ours.layer_times(setting) == []
 
 
+def test_rows_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "SHAPES", {"tiny (2/1/32)": (2, 1, 32)})
+    options = {"rounds": "1", "steps": "1"}
+    setting = ours.Setting("tiny", "float32", tmp_path, values=("256",), rows=("exact", "QJL"), options=options)
+    assert {r.row for r in ours.layer_times(setting)} == {"exact", "QJL"}
+
+
 def test_like_for_like_compares_equal_bits() -> None:
     rows = ours.EXPERIMENTS["like-for-like"].rows
     assert {name: round(bits(rows[name]), 2) for name in rows if "3.00 bits" in name} == {

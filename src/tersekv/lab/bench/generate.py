@@ -38,6 +38,9 @@ WARM_UP = 3
 BASELINE = 16
 """Context length, in tokens, of the baseline step."""
 
+MOST_BASELINE_STEPS = 64
+"""Baseline steps that are timed at most, because each lengthens the context that it should not have."""
+
 TURN = 512
 """Number of tokens of the second turn."""
 
@@ -197,7 +200,8 @@ def _time(
     cache, attention = empty()
     with attention:
         feed(model, cache, ids[:, :BASELINE])
-        into.baseline_ms.append(_decode_ms(model, cache, ids[:, BASELINE : BASELINE + 1], new_tokens))
+        steps = min(new_tokens, MOST_BASELINE_STEPS)
+        into.baseline_ms.append(_decode_ms(model, cache, ids[:, BASELINE : BASELINE + 1], steps))
     del cache  # freed before memory is measured
     with PeakMemory(model.device) as peak:
         cache, attention = empty()
