@@ -258,10 +258,12 @@ def _term(text: str, known: Mapping[str, Any], what: str) -> Term:
             f"a {what} is missing; write policy+method, keys/values or just a method. Known are {', '.join(known)}"
         )
     first = re.split(r"[=,]", name)[0]
-    if first != name and first in known:
-        raise UserError(
-            f"'{name}' lacks a colon; write {first}:option=value, for example {first}:{_example(known[first])}"
-        )
+    if first != name:
+        _check_presets(first, "", text)
+        if first in known:
+            raise UserError(
+                f"'{name}' lacks a colon; write {first}:option=value, for example {first}:{_example(known[first])}"
+            )
     options = {}
     for part in rest.split(",") if colon else ():
         option, equals, value = part.partition("=")
@@ -286,9 +288,9 @@ def _checked(data: Mapping[str, Any], known: Mapping[str, Any], what: str) -> Te
     defaults = _defaults(known[name])
     for option in options:
         if option not in defaults:
-            allowed = ", ".join(defaults) or "none"
-            near = hint(option, defaults) or "."
-            raise UserError(f"{what} '{name}' has no option '{option}'{near} It has {allowed}")
+            of = next((p for p in ("window", *policies()) if option in _defaults(policies()[p])), None)
+            tip = f"; the token policy {of} has it." if of and what == "method" else hint(option, defaults) or "."
+            raise UserError(f"{what} '{name}' has no option '{option}'{tip} {name} has {', '.join(defaults) or 'none'}")
     typed = {option: _typed(name, option, value, defaults[option]) for option, value in options.items()}
     return Term(name, tuple(sorted(typed.items())))
 
@@ -357,7 +359,8 @@ def _check_order(policy: str, plus: str, coder: str) -> None:
         if name in coders:
             _coder(name)  # raises UserError for a preset that has a policy
             raise UserError(f"{name} is a {kind} and {method} a token policy, which goes first: write {coder}+{policy}")
-        after = coder.replace("/", "+", 1) if "/" in coder else f"{coder}+default"
+        chosen, _, other = coder.partition("/")
+        after = f"{chosen}+{'default' if not other or other in PRESETS else other}"
         after = (coder == method and policies()[method].recommended) or after
         raise UserError(f"{method} is a token policy, not a method; write {after}, or another method after the +")
     if name in coders:
@@ -392,9 +395,6 @@ def _override(part: str, recipe: str) -> tuple[str, str]:
 
 def _check_presets(keys: str, values: str, text: str) -> None:
     """Raise UserError if a preset has options or is one of two methods."""
-    for part in (keys, values):
-        preset = part.partition(":")[0]
-        if preset in PRESETS:
-            raise UserError(
-                f"{preset} is a preset, which cannot be combined; in '{text}' write {PRESETS[preset]} instead"
-            )
+    names = [part.partition(":")[0] for part in (keys, values)]
+    if preset := next((name for name in names if name in PRESETS), None):
+        raise UserError(f"{preset} is a preset, which cannot be combined; in '{text}' write {PRESETS[preset]} instead")
