@@ -45,7 +45,7 @@ ROWS = {"default": "trellis, 3 bits", "HeadKV": "HeadKV, budget .25: half of the
 """Names of rows that mean something else today."""
 CELLS = "model", "dtype", "column"
 """Fields that name a column of a table. A run replaces the columns that it has."""
-FEWEST = 5
+FEWEST = 8
 """Cells with fewer samples are not printed, unless the experiment wants no more."""
 MOST_COLUMNS = 7
 """Tables with more columns than this, and than rows, are turned."""
@@ -150,12 +150,17 @@ def section(paper: str, table: str, lines: Sequence[Line]) -> Section:
     """Return an experiment: protocol, the paper's figures, ours."""
     experiment = PAPERS[paper][1][table]
     note = f"{experiment.protocol}\n\n**Paper.** {experiment.quoted}"
-    return Section(experiment.title, note, tables(lines) if lines else "**Here.** Not run.", (), command(paper, table))
+    return Section(
+        experiment.title, note, tables(lines) if lines else "**Here.** Not run.", (), commands(paper, table, lines)
+    )
 
 
-def command(paper: str, table: str) -> str:
-    """Return the command that runs an experiment."""
-    return f"python benchmarks/papers.py {paper} {table} --out FOLDER"
+def commands(paper: str, table: str, lines: Sequence[Line]) -> str:
+    """Return the commands that made the records of an experiment, or the one that would run it."""
+    given = dict.fromkeys(re.sub(r" --(print|record)\b", "", line["command"]) for line in lines if "command" in line)
+    return "\n".join(f"python benchmarks/{text}" for text in given) or (
+        f"python benchmarks/papers.py {paper} {table} --out out --data data"
+    )
 
 
 def ran(lines: Sequence[Line]) -> str:

@@ -126,7 +126,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "table13": Windows(
         "Table 13: first token exact",
         "One forward pass per window of 2,048 tokens, with every key and value quantised. Where the first token is "
-        "exact, calibration leaves out the first token of each sample. The first 8 windows of wikitext-2 test.",
+        "exact, calibration leaves out the first token of each sample. The first windows of wikitext-2 test.",
         "An exact first token helps at all bits, most at few bits and without outliers. LLaMA-7B, 2 bits, no outliers: "
         "8.47 without and 7.23 with it.",
         cells=_sinks(),
@@ -167,7 +167,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "table19": Windows(
         "Table 19: C4",
-        "As Table 18, with the first 8 windows of C4 (the paper: 256 random windows of its validation set).",
+        "As Table 18, with the first windows of C4 (the paper: 256 random windows of its validation set).",
         "3 bits with 1 % outliers stay within .1 of the full cache on C4, too.",
         cells=by_bits([*BASELINES[:2], *NUQ], text=C4),
     ),
@@ -184,7 +184,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     ),
     "table21": Windows(
         "Table 21: corpus of calibration",
-        "nuq with 1 % outliers, calibrated and scored on wikitext-2 and C4. The first 8 windows of 2,048 tokens of "
+        "nuq with 1 % outliers, calibrated and scored on wikitext-2 and C4. The first windows of 2,048 tokens of "
         "each text. C4's windows and calibration samples come from the same file and may overlap.",
         "Nearly equal for both corpora and both texts.",
         cells=_corpora(),

@@ -161,9 +161,9 @@ EXPERIMENTS: dict[str, Experiment] = {
     "ablations": Questions(
         "Ablations: rows of the sketch, outlier channels, first layers",
         f"{PACKED} M is the number of rows of the sketch. The first 15 layers have twice as many, and half the rows "
-        "for outliers: 15 of the authors' 32 layers, 15 of SmolLM2's 30, and 15 of Gemma's 18. Sizes are given for "
-        "head dim 64, where M is 128 by default. M = 750 without outlier channels, all layers alike, is a setting for "
-        "wide heads (Gemma's have 256 channels).",
+        "for outliers: 15 of the authors' 32 layers, of SmolLM2's 30, of Qwen2.5's 24 and of Gemma 3's 18. Sizes are "
+        "given for head dim 64, where M is 128 by default. M = 750 without outlier channels, all layers alike, is a "
+        "setting for wide heads (Gemma's have 256 channels).",
         "Orthogonal rows “almost always” improve QJL (§4.1, no figures). The first layers have no outlier channels, "
         "deep layers about four (Fig. 2).",
         task="divergence",
@@ -218,6 +218,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             "PolarQuant, full recursion": "polarquant:bits=4-2-2-2-2-2",
             "PolarQuant": "polarquant",
             "PolarQuant, not rotated": "polarquant:rotation=none",
+            "PolarQuant, online": "polarquant:codebook=online",
             "KIVI, 5.00 bits": "kivi:bits=4",
             "default": MEASURED_DEFAULT,
             "trellis, 2 bits": "trellis:bits=2,calibration=prompt",

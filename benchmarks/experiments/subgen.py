@@ -277,7 +277,7 @@ ALGORITHM_1 = {
 EXPERIMENTS: dict[str, Experiment] = {
     "figure1": Clusters(
         "Figure 1: clusters of keys and of values",
-        "Ten questions of MT-Bench with 256 generated tokens; keys after RoPE and values of prompt and answer, all "
+        "Questions of MT-Bench with 256 generated tokens; keys after RoPE and values of prompt and answer, all "
         "layers and heads. Distances to the nearest greedy k-center, divided by the mean distance of two vectors: the "
         "largest (k-center radius) and the mean. `tersekv plot clusters --questions FILE` draws one question.",
         "Llama-2-7B, t-SNE without figures: keys form clusters, values do not.",

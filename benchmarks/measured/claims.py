@@ -6,25 +6,31 @@ from measured.verdicts import FULL, Claim
 
 QJL = "QJL: orthogonal rows, 8 outliers, M = 2·D, 15 first layers"
 RECALL = ("1k", "2k", "4k", "8k")
-STEP, READ = "ms to decode a token, one layer, 8B (32/8/128)", "ms to read the prompt, one layer, SmolLM2"
+STEP, READ = "ms to decode a token, one layer, {}", "ms to read the prompt, one layer, {}"
+LLAMA, SMOLLM2 = "8B (32/8/128)", "SmolLM2 (9/3/64)"
 
 
 def _ablation(where: str, says: str, first: str, second: str) -> Claim:
     return Claim("qjl", where, says, "ablations", first, second, ("2048",), "kl")
 
 
-def _alike(where: str, says: str, first: str, second: str, *recipes: str) -> Claim:
-    """recipes: of the rows, to compare the samples of `recipes.jsonl` where they are."""
-    alike = Claim("qjl", where, says, "like-for-like", first, second, ("2048",), "kl")
-    return (
-        Claim("qjl", where, says, "recipes.jsonl", *recipes, ("divergence",), "kl", more=(alike,)) if recipes else alike
-    )
+def _alike(where: str, says: str, first: str, second: str) -> Claim:
+    return Claim("qjl", where, says, "like-for-like", first, second, ("2048",), "kl")
 
 
-def _perplexity(table: str, says: str, first: str, second: str, *columns: str, margin: float = 0.0) -> Claim:
+def _layer(says: str, first: str, second: str, column: str, metric: str, shape: str, margin: float = 0.0) -> Claim:
+    named = f"{says} ({shape.split()[0]}'s shape)"
+    metric = metric.format(shape)
+    return Claim("qjl", "Figure 3", named, "figure3", first, second, (column,), metric, margin, of_layer=True)
+
+
+def _perplexity(
+    table: str, says: str, first: str, second: str, *columns: str, margin: float = 0.0, either: bool = False
+) -> Claim:
     where = {"18": "Tables 1, 18", "q_norm": "§3.6, v1"}.get(table, f"Table {table}")
     experiment = table if table == "q_norm" else f"table{table}"
-    return Claim("kvquant", where, says, experiment, first, second, columns or ("3 bits",), margin=margin)
+    columns = columns or ("3 bits",)
+    return Claim("kvquant", where, says, experiment, first, second, columns, margin=margin, either=either)
 
 
 def _passkeys(says: str, first: str, second: str, margin: float = 0.0) -> Claim:
@@ -35,90 +41,105 @@ def _mean(table: str, says: str, first: str, second: str, margin: float = 0.0) -
     return Claim("kvquant", f"Table {table}", says, f"table{table}", first, second, ("mean",), "accuracy", margin)
 
 
-def _needles(says: str, first: str, second: str, margin: float = 0.0) -> Claim:
-    return Claim("polarquant", "Figure 3", says, "figure3", first, second, RECALL, "recall", margin)
+def _needles(says: str, first: str, second: str, margin: float = 0.0, **more: bool) -> Claim:
+    return Claim("polarquant", "Figure 3", says, "figure3", first, second, RECALL, "recall", margin, **more)
 
 
-def _lines(says: str, first: str, second: str, experiment: str = "table1", column: str = "10 lines in 1/2") -> Claim:
-    where = {"table1-unseen": "Table 1, question unknown", "table1-pairs": "Table 1, pairs"}.get(experiment, "Table 1")
-    return Claim("subgen", where, says, experiment, first, second, (column,), "accuracy")
+def _lines(where: str, experiment: str, column: str) -> tuple[Claim, ...]:
+    """Return the claims of SubGen's Table 1 in one setting: right answers, and the likelihood of the right answer."""
+    orders = (("SubGen", "attention sinks"), ("SubGen", "H2O"), ("H2O", "attention sinks"))
+    return (
+        *(
+            Claim("subgen", where, f"{a} answers better than {b}", experiment, a, b, (column,), "accuracy")
+            for a, b in orders
+        ),
+        *(
+            Claim("subgen", where, f"the answer is likelier with {a} than with {b}", experiment, a, b, (column,),
+                  "gold_nll")
+            for a, b in orders
+        ),
+    )  # fmt: skip
 
 
-PAIRS = ("table1-pairs", "20 lines in 1/2 after the prompt")
-BOTH_QUARTERS = ("§3.2", "k-centre diverges less than Algorithm 1 (ours)", "algorithm1")
 CLAIMS = {
     "qjl": (
         _ablation("§4.1", "orthogonal rows diverge less than i.i.d. rows", QJL, "i.i.d. rows"),
         _ablation("§4.1", "outlier channels lower the divergence", QJL, "no outliers"),
-        _ablation("code", "twice the rows in the first 15 layers lower the divergence", QJL, "all layers alike"),
-        _ablation("wide heads", "M = 750 without outlier channels diverges less than M = 2·D with 8",
+        _ablation("authors' code", "twice the rows in the first 15 layers lower the divergence", QJL,
+                  "all layers alike"),
+        _ablation("wide heads (ours)", "M = 750 without outlier channels diverges less than M = 2·D with 8",
                   "no outliers, M = 750, all layers alike", QJL),
-        _alike("Table 1 (KL here)", "QJL as published diverges less than KIVI with 3.00 bits", "QJL as published",
-               "KIVI, 3.00 bits", "qjl", "kivi:bits=2"),
+        _alike("Table 1 (KL here)", "QJL as published diverges less than KIVI with 3.00 bits",
+               "QJL as published", "KIVI, 3.00 bits"),
         _alike("Table 1 (KL here)", "QJL with 3.00 bits diverges less than KIVI with 3.00",
                "QJL, 3.00 bits, rows 64 + 96", "KIVI, 3.00 bits"),
         Claim("qjl", "Table 1", "LongBench: QJL answers better than KIVI"),
         Claim("qjl", "Table 2", "lm-eval: QJL answers like the full cache"),
-        Claim("qjl", "Figure 3", "QJL decodes faster than the full cache at 16k", "figure3", "QJL", "exact", ("16k",),
-              STEP, of_layer=True),
-        Claim("qjl", "Figure 3", "QJL decodes faster than 16-bit tokens read by our kernels at 16k", "figure3", "QJL",
-              "exact, our kernels", ("16k",), STEP, of_layer=True),
-        Claim("qjl", "Figure 3", "QJL slows a prompt of 1k by less than 10 % (SmolLM2's shape)", "figure3", "QJL",
-              "exact", ("1k",),
-              READ, 0.1, of_layer=True),
-        Claim("qjl", "Figure 3", "QJL decodes faster than KVQuant at 16k", "figure3", "QJL", "KVQuant, 4 bits, 1 %",
-              ("16k",), STEP, of_layer=True),
+        *(
+            claim
+            for shape in (LLAMA, SMOLLM2)
+            for claim in (
+                _layer("QJL decodes faster than the full cache at 16k", "QJL", "exact", "16k", STEP, shape),
+                _layer("QJL decodes faster than 16-bit tokens read by our kernels at 16k", "QJL", "exact, our kernels",
+                       "16k", STEP, shape),
+                _layer("QJL decodes faster than KIVI at 16k", "QJL", "KIVI, 2 bits", "16k", STEP, shape),
+                _layer("QJL decodes faster than KVQuant at 16k", "QJL", "KVQuant, 4 bits, 1 %", "16k", STEP, shape),
+                _layer("QJL slows a prompt of 1k by less than 10 %", "QJL", "exact", "1k", READ, shape, 0.1),
+                _layer("QJL reads a prompt of 1k faster than KVQuant", "QJL", "KVQuant, 4 bits, 1 %", "1k", READ,
+                       shape),
+            )
+        ),
     ),
     "kvquant": (
         _passkeys("2 bits with 1 % find more passkeys than KIVI with 2 bits", "nuq2, 1 %", "KIVI, 2 bits"),
-        Claim("kvquant", "Table 2, packed before the question", "the same, 4k", "recipes.jsonl", "kvquant:bits=2",
-              "kivi:bits=2", ("passkey",), "accuracy"),
-        _passkeys("2 bits with 1 % find as many as the full cache, but 2 in 100", "nuq2, 1 %", FULL, 0.02),
-        _passkeys("3 bits with 1 % find as many as the full cache, but 2 in 100", "nuq3, 1 %", FULL, 0.02),
+        _passkeys("2 bits with 1 % lose at most 2 in 100 passkeys", "nuq2, 1 %", FULL, 0.02),
+        _passkeys("3 bits with 1 % lose at most 2 in 100 passkeys", "nuq3, 1 %", FULL, 0.02),
         _mean("3", "LongBench: 3 bits with 1 % answer better than KIVI with 2", "nuq3, 1 %", "KIVI, 2 bits"),
         _mean("4", "RULER: 3 bits with 1 % lose less than .0275", "nuq3, 1 %", FULL, 0.0275),
         _mean("4", "RULER: 3 bits with 1 % answer better than KIVI with 2", "nuq3, 1 %", "KIVI, 2 bits"),
         _mean("4", "RULER: KIVI with 2 bits answers better than 2 bits with 1 %", "KIVI, 2 bits", "nuq2, 1 %"),
         Claim("kvquant", "Table 5", "weights of 4 bits do not change the loss"),
         Claim("kvquant", "Tables 6, 22", "kernels on a GPU"),
-        Claim("kvquant", "Table 15", "a token's thresholds take less time than its projections (7B's shape)", "table15",
-              "LLaMA-7B, thresholds online (4,096 values)", "LLaMA-7B, projections of Q, K and V", ("1 thread",),
-              "microseconds", of_layer=True),
-        Claim("kvquant", "Table 15", "the same (SmolLM2's shape)", "table15", "SmolLM2, thresholds online (192 values)",
-              "SmolLM2, projections of Q, K and V", ("1 thread",), "microseconds",
-              of_layer=True),
+        *(
+            Claim("kvquant", "Table 15", f"a token's thresholds take less time than its projections ({shape}'s shape)",
+                  "table15", f"{shape}, thresholds online ({values} values)", f"{shape}, projections of Q, K and V",
+                  ("1 thread",), "microseconds", of_layer=True)
+            for shape, values in (("LLaMA-7B", "4,096"), ("SmolLM2", "192"))
+        ),
     ),
     "subgen": (
         *(
-            Claim("subgen", "Figure 1", f"keys have the smaller {name}, {n} centres", "figure1", "keys", "values",
+            Claim("subgen", "Figure 1", f"keys have the smaller {name}, {n} centers", "figure1", "keys", "values",
                   (f"{n} centers",), metric)
-            for name, metric in (("k-centre radius", "k-center radius"), ("mean distance", "mean distance"))
+            for name, metric in (("k-center radius", "k-center radius"), ("mean distance", "mean distance"))
             for n in (16, 64)
         ),
-        _lines("SubGen answers better than attention sinks", "SubGen", "attention sinks"),
-        _lines("SubGen answers better than H2O", "SubGen", "H2O"),
-        _lines("SubGen answers better than attention sinks", "SubGen", "attention sinks", "table1-unseen"),
-        _lines("SubGen answers better than H2O", "SubGen", "H2O", "table1-unseen"),
-        _lines("SubGen answers better than attention sinks", "SubGen", "attention sinks", *PAIRS),
-        _lines("SubGen answers better than H2O", "SubGen", "H2O", *PAIRS),
-        Claim("subgen", *BOTH_QUARTERS, "k-center, 1/2", "Algorithm 1, 1/2", ("1024",), "kl"),
-        Claim("subgen", *BOTH_QUARTERS, "k-center, 1/4", "Algorithm 1, 1/4", ("1024",), "kl"),
+        *_lines("Table 1", "table1", "10 lines in 1/2"),
+        Claim("subgen", "Table 1", "SubGen loses at most 12 in 100 answers (.86, .98)", "table1", "SubGen", FULL,
+              ("10 lines in 1/2",), "accuracy", 0.12),
+        *_lines("Table 1, question unknown (ours)", "table1-unseen", "10 lines in 1/2"),
+        *_lines("Table 1, shorter wording (ours)", "table1-pairs", "20 lines in 1/2 after the prompt"),
+        *(
+            Claim("subgen", "§3.2 (ours)", f"k-center diverges less than Algorithm 1, {part} of the tokens",
+                  "algorithm1", f"k-center, {part}", f"Algorithm 1, {part}", ("1024",), "kl")
+            for part in ("1/2", "1/4")
+        ),
     ),
     "polarquant": (
-        _needles("rotated, recall is within .01 of the full cache", "PolarQuant, rotated", FULL, 0.01),
-        _needles("rotated and not rotated are within .01", "PolarQuant, rotated", "PolarQuant, not rotated", 0.01),
+        _needles("rotated loses at most .01 of recall", "PolarQuant, rotated", FULL, 0.01),
+        _needles("rotated and not rotated are within .01", "PolarQuant, rotated", "PolarQuant, not rotated", 0.01,
+                 either=True),
         _needles("rotated recalls more than KIVI with 2 bits", "PolarQuant, rotated", "KIVI, 2 bits"),
-        _needles("rotated recalls more than SnapKV", "PolarQuant, rotated", "SnapKV"),
-        _needles("rotated recalls more than PyramidKV", "PolarQuant, rotated", "PyramidKV"),
-        _needles("PyramidKV recalls more than SnapKV", "PyramidKV", "SnapKV"),
+        _needles("rotated recalls more than SnapKV", "PolarQuant, rotated", "SnapKV", same_bytes=True),
+        _needles("rotated recalls more than PyramidKV", "PolarQuant, rotated", "PyramidKV", same_bytes=True),
+        _needles("PyramidKV recalls more than SnapKV", "PyramidKV", "SnapKV", same_bytes=True),
         Claim("polarquant", "Table 1", "LongBench: rotated answers better than not rotated, and than KIVI"),
-        Claim("polarquant", "§4.1 (perplexity, KL)", "rotated is better than not rotated", "quality.jsonl",
-              "polarquant", "polarquant:rotation=none", ("perplexity;mode=simulate",),
-              more=(_alike("", "", "PolarQuant", "PolarQuant, not rotated"),)),
-        _alike("Figure 3 (KL here)", "rotated diverges less than KIVI with 2 bits", "PolarQuant", "KIVI, 3.00 bits",
-               "polarquant", "kivi:bits=2"),
-        Claim("polarquant", "§4.1 (perplexity)", "online codebooks are better than offline ones", "quality.jsonl",
-              "polarquant:codebook=online", "polarquant", ("perplexity;mode=simulate",)),
+        _alike("§4.1 (KL here)", "rotated diverges less than not rotated", "PolarQuant",
+               "PolarQuant, not rotated"),
+        _alike("Figure 3 (KL here)", "rotated diverges less than KIVI with 2 bits", "PolarQuant",
+               "KIVI, 3.00 bits"),
+        _alike("§4.1 (KL here)", "online codebooks diverge less than offline ones", "PolarQuant, online",
+               "PolarQuant"),
         Claim("polarquant", "Table 2", "generates faster than KIVI", "table2", "PolarQuant, offline", "KIVI, 2 bits",
               ("generation, s",), "seconds"),
         Claim("polarquant", "Table 2", "generates within 15 % of the full cache's time", "table2",
@@ -142,6 +163,8 @@ PERPLEXITIES = (
                 "keys per channel, values per token", "keys and values per token"),
     _perplexity("9", "both per token is better than both per channel", "keys and values per token",
                 "keys and values per channel"),
+    _perplexity("9", "values per token are better than per channel, keys per channel",
+                "keys per channel, values per token", "keys and values per channel"),
     _perplexity("10", "keys before RoPE are better than after", "before RoPE", "after RoPE"),
     _perplexity("11", "nuq is better than int", NUQ, "int"),
     _perplexity("11", "nuq is better than nf", NUQ, "nf"),
@@ -150,20 +173,23 @@ PERPLEXITIES = (
     _perplexity("11", "k-means without weights is worse than int (6.84, 6.23)", "int", "nuq, no weights"),
     _perplexity("12", "1 % per vector is better than 1 % per matrix", "1 % per vector", "1 % per matrix"),
     _perplexity("12", "1 % of outliers helps", "1 % per vector", "no outliers"),
-    _perplexity("13", "an exact first token helps at 2 bits", "0 %, first token exact", "0 %, no token exact",
-                "2 bits"),
+    *(
+        _perplexity("13", f"an exact first token helps at 2 bits with {outliers} %", f"{outliers} %, first token exact",
+                    f"{outliers} %, no token exact", "2 bits")
+        for outliers in (0, 1)
+    ),
     _perplexity("14", "online and offline ranges are within 1 %, no outliers", "0 %, offline", "0 %, online",
-                margin=0.01),
+                margin=0.01, either=True),
     _perplexity("14", "online and offline ranges are within 1 %, 1 % outliers", "1 %, offline", "1 %, online",
-                margin=0.01),
+                margin=0.01, either=True),
     _perplexity("17", "nuq with 1 % is better than nuq", NUQ_1, "nuq, 0 %"),
     _perplexity("20", "per token, keys after RoPE are better than before", "after RoPE", "before RoPE"),
     _perplexity("21", "wikitext-2: the corpora are within 1 %", "calibrated on wikitext-2", "calibrated on C4",
-                "wikitext-2, 3 bits", margin=0.01),
+                "wikitext-2, 3 bits", margin=0.01, either=True),
     _perplexity("21", "C4: the corpora are within 1 %", "calibrated on wikitext-2", "calibrated on C4", "C4, 3 bits",
-                margin=0.01),
-    Claim("kvquant", "Figure 3", "512 and 2,048 tokens lose the same, but 1 %", "figure3", "nuq3, 1 %", "nuq3, 1 %",
-          ("512",), margin=0.01, other=("2,048",)),
+                margin=0.01, either=True),
+    Claim("kvquant", "Figure 3", "512 and 2,048 tokens lose the same within 1 %", "figure3", "nuq3, 1 %",
+          "nuq3, 1 %", ("512",), margin=0.01, either=True, other=("2,048",)),
     _perplexity("q_norm", "Q-Norm helps at 2 bits", "with Q-Norm", "without", "2 bits"),
 )  # fmt: skip
 """Claims on the page of KVQuant's perplexity tables, at 3 bits unless they say otherwise."""

@@ -10,9 +10,10 @@ from dataclasses import replace
 import papers
 from experiments import kvquant_tables
 from measured.base import MODELS, Page, Section, model, rows
-from measured.claims import CLAIMS, PERPLEXITIES
+from measured.claims import CLAIMS, LLAMA, PERPLEXITIES, READ, SMOLLM2, STEP
 from measured.verdicts import Claim, differences, line
 from recorded import markdown
+from tersekv.layouts.base import whole_share
 
 ELSEWHERE = {("kvquant", name): "kvquant" for name in kvquant_tables.EXPERIMENTS} | {
     ("subgen", "selection"): "selection"
@@ -26,10 +27,11 @@ SHOWN = (
     ("KVQuant, Tables 7 and 8", "36 of 42 cells", "arithmetic, by `tersekv estimate --tables kvquant`, compared by "
      "hand; a test compares LLaMA-7B at 128K, 7 of 7. Table 7's weights differ in the last digit: here they are "
      "attention, gated MLP and two embeddings, and the paper does not say what it counts"),
-    ("KVQuant, Table 16", "agrees", "run on three models, see `table16` below: gradients take minutes, a layer's "
-     "codebooks and thresholds less than a second"),
-    ("KVQuant, one million tokens", "agrees", "run, see `million` below: one layer holds them in the bytes of "
-     "`tersekv estimate`, and finds one among them"),
+    ("KVQuant, Table 16", "run", "on three models, see `table16` below: gradients take minutes, a layer's codebooks "
+     "and thresholds less than a second; the paper's layers have 32 times the channels and more"),
+    ("KVQuant, one million tokens", "run", "see `million` below: one layer holds them in the bytes of `tersekv "
+     "estimate`, and finds one among them. With 1 % of outliers 32 layers hold 82.9 GB, more than the GPU of 80 GB in "
+     "the paper; without outliers 68.8 GB"),
     ("SubGen, Theorem 1", "agrees", "test: its bounds hold for streams that form clusters"),
     ("SubGen, sublinear memory", "depends", "only with a number of tokens, `memory=` or δ: a budget that is a fraction "
      "grows with the text"),
@@ -42,16 +44,16 @@ COLUMNS = ("where", "claim", "models", "n", "difference", "p", "verdict")
 HOW = (
     "A line compares the first row that its claim names with the second, on each model that was run: **holds** or "
     "**fails** if p < .05, **open** otherwise. *agrees* and *differs* need two of the three models (SmolLM2-135M, "
-    "Qwen2.5-Coder-0.5B, Gemma 3 270M); with fewer, or without a spread, the verdict is *cannot say*. Times of one "
-    "layer of random numbers need no second model. The difference is that of KL divergences, accuracies or recalls, "
-    "and a percentage of perplexities and times, ± its standard error. Samples are paired, and p is Student's; of "
-    "accuracies and recalls it counts the signs of the samples that differ. `u`: the record has no samples, so the "
-    "rows count as independent, which mostly makes the error too large. With a margin p is one-sided, and the spread "
-    "of answers at least that of a loss of the margin. p is not corrected for the number of lines: of twenty true "
-    "equalities one holds or fails by chance."
+    "Qwen2.5-Coder-0.5B, Gemma 3 270M); with fewer the verdict is *cannot say*. Times of one layer of random numbers "
+    "need no second model. The difference is that of KL divergences, accuracies, recalls or negative log-likelihoods, "
+    "and a percentage of perplexities and times, ± its standard error. Samples are paired. p is two-sided, by "
+    "Student's distribution; of accuracies and recalls by flipping the signs of the differences. `u`: the record has "
+    "no samples, so the rows count as independent, which mostly makes the error too large, and p is Student's. With a "
+    "margin p is of *fails* where the line says so, and of *holds* elsewhere. That at most 2 answers in 100 are lost "
+    "takes 149 samples without a loss to show. Errors are of windows and questions alone: each recipe was "
+    "calibrated once. On some lines samples were added until they decided, and p is not corrected for it, nor for the "
+    "number of lines. *(ours)*: not a claim of the paper."
 )
-CENTRED = ("polarquant", "qjl", "turboquant:bits=4", "int4", "normalfloat")
-"""Recipes of `three_models.jsonl` with and without `centre=true`."""
 ALSO = {
     "qjl": "Lemmas 3.2 and 3.5 and Theorem 3.6 are tested by `tests/codecs/test_claims_qjl.py`; Figure 2 is drawn by "
     "`tersekv plot magnitudes`. Table 2 (lm-eval) was not run.",
@@ -67,10 +69,11 @@ ALSO = {
 
 MORE = {
     "kvquant": "Perplexities are on [their own page](kvquant.md#agreement).",
-    "subgen": "With SmolLM2 the full cache answers 1 of 7 questions of Table 1, so nothing can be lost there. "
-    "Algorithm 1 is compared at fewer bytes than the others, not at equal ones: its size is predicted for samples "
-    "that are all of different tokens, and some are of the same. The true bits say by how much.",
-    "polarquant": "The paper's figures on this page are second-hand: they were taken from quotations of the paper.",
+    "subgen": "Table 1 is run at half of the bytes, the paper's at 65 %, and with prompts of about 300 tokens, the "
+    "paper's of 5,000 and more. In §3.2 Algorithm 1 holds more bytes than k-centre, as the true bits say.",
+    "polarquant": "The paper's figures on this page are second-hand: they were taken from quotations of the paper. "
+    "SnapKV and PyramidKV hold twice PolarQuant's bytes on Gemma 3, because its layers with a sliding "
+    "window are not reduced, so lines that compare them leave it out.",
 }
 """Remarks below the table of a paper's claims."""
 
@@ -100,22 +103,27 @@ def contents() -> str:
 
 def remarks(paper: str, experiment: str) -> str:
     """Return sentences about an experiment with figures of its records."""
-    cells = {(r["row"], r["column"], r["metric"].partition(",")[0]): r for r in papers.read_lines(paper)
-             if r["table"] == experiment and "8B" in r["metric"]}  # fmt: skip
-    if (paper, experiment) != ("qjl", "figure3") or not cells:
+    lines = [r for r in papers.read_lines(paper) if r["table"] == experiment]
+    if (paper, experiment) != ("qjl", "figure3") or not lines:
         return ""
-    step, read = "ms to decode a token", "ms to read the prompt"
 
-    def ratio(row: str, column: str, metric: str) -> float:
-        return float(cells["QJL", column, metric]["mean"] / cells[row, column, metric]["mean"])
+    def ratio(shape: str, row: str, column: str, metric: str) -> float:
+        """Return the time of a row divided by QJL's."""
+        at = {
+            r["row"]: r["mean"] for r in lines if r["column"] == column and r["metric"].startswith(metric.format(shape))
+        }
+        return float(at[row] / at["QJL"])
 
-    slower = 100 * ratio("exact", "1k", read) - 100
-    return (
-        f"\n\n**Read with care.** QJL slows a prompt of 1,024 tokens by {slower:.0f} %. "
-        f"At 16k a step of `exact`, transformers' cache, copies and widens all keys and takes "
-        f"{1 / ratio('exact', '16k', step):.0f} times as long as QJL's; 16-bit tokens read by our kernels take "
-        f"{1 / ratio('exact, our kernels', '16k', step):.1f} times as long (8B's shape)."
-    )
+    said = []
+    for shape in (LLAMA, SMOLLM2):
+        exact, ours, kivi = (ratio(shape, row, "16k", STEP) for row in ("exact", "exact, our kernels", "KIVI, 2 bits"))
+        said.append(
+            f"With the shape of {shape}, QJL slows a prompt of 1,024 tokens by "
+            f"{100 / ratio(shape, 'exact', '1k', READ) - 100:.0f} %. At 16k, in times of its step, a step of `exact`, "
+            f"transformers' cache, which copies and widens all keys, takes {exact:.0f}, 16-bit tokens read by our "
+            f"kernels {ours:.1f}, and KIVI {kivi:.2f}."
+        )
+    return f"\n\n**Read with care.** {' '.join(said)}"
 
 
 def parts() -> Iterator[Section]:
@@ -132,21 +140,19 @@ def verdicts_of(claims: Sequence[Claim]) -> str:
 
 
 def centred() -> str:
-    """Return the table of divergences with and without the keys' mean, of the models that have both."""
-    found: dict[str, dict[str, tuple[float, float]]] = {}
+    """Return the table of divergences with and without the keys' mean, of the recipes and models that have both."""
+    found: dict[str, dict[str, str]] = {}
     for row in rows("three_models.jsonl"):
-        if row["text"] == "wikitext":
-            for recipe in CENTRED:
-                if f"{recipe},centre=true" in row or f"{recipe}:centre=true" in row:
-                    with_mean = row[recipe]["kl"]
-                    without = (row.get(f"{recipe},centre=true") or row[f"{recipe}:centre=true"])["kl"]
-                    found.setdefault(recipe, {})[model(row)] = (with_mean, without)
+        for recipe in row if row["text"] == "wikitext" else ():
+            without = row.get(f"{recipe}{',' if ':' in recipe else ':'}centre=true")
+            if without:
+                shown = (f"{with_mean:.{digits}f} → {without[name]:.{digits}f}"
+                         for name, digits in (("kl", 4), ("bits", 2))
+                         for with_mean in [row[recipe][name]])  # fmt: skip
+                found.setdefault(recipe, {})[model(row)] = "{} ({})".format(*shown)
     names = list(dict.fromkeys(name for of in found.values() for name in of))
-    lines = (
-        [f"`{recipe}`", *(f"{of[name][0]:.4f} → {of[name][1]:.4f}" if name in of else "–" for name in names)]
-        for recipe, of in found.items()
-    )
-    return markdown(("KL divergence, mean kept → removed", *names), lines)
+    lines = ([f"`{recipe}`", *(of.get(name, "–") for name in names)] for recipe, of in found.items())
+    return markdown(("KL divergence (true bits), mean kept → removed", *names), lines)
 
 
 def page() -> Page:
@@ -155,9 +161,9 @@ def page() -> Page:
         "The papers' tables",
         "Agreement with QJL, KVQuant, SubGen and PolarQuant, and every experiment that was run, beside the paper's "
         "figures.",
-        "Each table is one command, which runs the paper's protocol with any model; a stopped run continues. Levels "
-        "differ from the papers, because they measured models of 7 billion parameters and more and most tables here "
-        "ran on SmolLM2-135M, whose heads have 64 channels. `after-prompt`: the whole prompt is read exactly, then "
+        "Each table is made by the commands below it, which run the paper's protocol with any model; a stopped run "
+        "continues. Levels differ from the papers, because they measured models of 7 billion parameters and more and "
+        "these have .1 to .5 billion. `after-prompt`: the whole prompt is read exactly, then "
         "packed, as in the papers. `during-prefill`: the prompt's own attention reads coded tokens. "
         "`before-question`: the context is packed before the question is read, the default of `tersekv eval`.",
         (
@@ -170,18 +176,21 @@ def page() -> Page:
             Section(
                 "What the models agree on",
                 "The papers do not say that codecs which rotate or scale whole vectors need keys without their mean. "
-                "Removing it (`centre=true`) lowers the divergence of all of them on all three models. It is one "
-                "window of wikitext-2 per model, so an error is not known; the direction is the same in every cell.",
+                "Removing it (`centre=true`) lowers the divergence of five of them on all three models, most on "
+                "Qwen2.5, whose keys have the largest mean. KVarN, which scales channels as well, is the exception: it "
+                "gets worse on two models. KIVI, which has a zero per channel, hardly changes. One window of "
+                "wikitext-2 per model, so errors are not known. The mean costs bits where a text is short.",
                 centred(),
                 ["three_models.jsonl"],
             ),
             Section(
                 "Experiments",
-                "Left out: models of 7 billion parameters, LongBench's full sets, lengths above 8,192 tokens (the "
-                "model's limit), and kernels on a GPU. `--model` and `--values` run them elsewhere. Not finished, with "
-                "about the time on one thread of Zen 5: SmolLM2 with 4 and 2 bits in KVQuant's tables, 12 minutes per "
-                "table; Qwen in windows of 2,048 tokens, 3 minutes for a window of 7 rows, and 84 seconds for a needle "
-                "of 2k; PolarQuant's Table 2 at the paper's length, 17 minutes per round on two threads.",
+                "Left out: models of 7 billion parameters, LongBench's and lm-eval's full sets, lengths above 8,192 "
+                "tokens, and kernels on a GPU. `--model` and `--values` run them elsewhere. Not finished, with about "
+                "the time on one thread of Zen 5: Qwen in windows of 2,048 tokens, 3 minutes for a window of 7 rows, "
+                "84 seconds for a needle of 2k; three calibrations of each row instead of one, three times a table's "
+                "time; KVQuant's Table 5, whose quantised weights are not implemented here; PolarQuant's Table 2 at "
+                "the paper's length, 17 minutes per round on two threads.",
                 contents(),
             ),
             *parts(),
@@ -197,15 +206,24 @@ def kvquant_page() -> Page:
         "KVQuant's perplexity tables: channels and tokens, RoPE, codebooks, outliers, exact tokens, corpora, lengths.",
         f"{headline()} {kvquant_tables.PASS} In Tables 11, 12 and 14 the paper seems to have no exact token: its nuq "
         "without outliers is 5.94 there and 5.87 in Table 18. Calibrated on 16 samples of 2,048 tokens of wikitext-2's "
-        "training text where a table names nothing else. Calibrating the same samples again changes perplexity by up "
-        "to 1.3 % at 4 and 3 bits and 3.7 % at 2 bits, so smaller differences are not settled by windows alone. Of "
-        "SmolLM2-135M, columns with 4 and 2 bits, and Tables 13, 21 and those after them, are from before two "
-        "changes: k-means started at random, and outliers of values were rounded "
-        "up to 2 of 192 values (1.04 % instead of 1 %). The other models were read in 16 to 32 windows of 512 tokens, "
-        "and calibrated on 4 samples of 512, where a table says so, which is a smaller test than the paper's.",
-        (Section("Agreement", f"{HOW} Claims are at 3 bits unless they say otherwise.", verdicts_of(PERPLEXITIES),
-                 ["papers/kvquant.jsonl"]), *experiments("kvquant", "kvquant", said)),
+        "training text, or on 4 of 512 where a table says so, which is a smaller test than the paper's. Outliers of "
+        f"values are whole numbers, rounded down: {shares()}. KVQuant's rows of SmolLM2-135M in Table 21 and those "
+        "after it are from before this rounding, and from when k-means started at random.",
+        (Section("Agreement",
+                 "Claims are at 3 bits unless they say otherwise. [How to read a line](papers.md#agreement).",
+                 verdicts_of(PERPLEXITIES), ["papers/kvquant.jsonl"]), *experiments("kvquant", "kvquant", said)),
     )  # fmt: skip
+
+
+def shares() -> str:
+    """Return how many values of a token are outliers on each model."""
+    said = []
+    for name, channels in (("SmolLM2-135M", 192), ("Qwen2.5-Coder-0.5B", 128), ("Gemma 3 270M", 256)):
+        one, half = whole_share(0.01, channels), whole_share(0.005, channels)
+        said.append(
+            f"“1 %” are {one} of {channels} ({100 * one / channels:.2f} %) on {name} and “.5 %” {half or 'none'}"
+        )
+    return "; ".join(said) + "; “.1 %” are none"
 
 
 def headline() -> str:

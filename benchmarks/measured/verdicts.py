@@ -15,14 +15,15 @@ from typing import Any
 import numpy as np
 
 import papers
-from measured.base import MODELS, rows
+from measured.base import MODELS
 
 ENOUGH_MODELS = 2
 LEVEL = 0.05
 HIGHER_IS_BETTER = ("accuracy", "recall")
-"""Metrics that are shares of answers. Their differences are mostly 0, so samples are counted by a sign test."""
+"""Metrics that are shares of answers. Their differences are mostly 0, so p is of flipped signs, not Student's."""
 RELATIVE = ("perplexity", "ms", "seconds", "microseconds")
 """Metrics that are compared by their ratio."""
+SAME_BYTES = 1.5
 FULL = "full cache"
 UNKNOWN = math.nan
 
@@ -32,13 +33,13 @@ class Claim:
     """A statement of a paper about two rows of an experiment.
 
     - where: table or section of the paper. says: the statement.
-    - experiment: of `papers.py`, "" if there is none, or a file of records of evaluations; then `columns` has its task,
-      with options after semicolons, and the rows are recipes.
-    - first, second: rows. The claim is that the first is better, or with a margin that they differ by less than it.
+    - experiment: of `papers.py`, "" if there is none.
+    - first, second: rows. The claim is that the first is better, or with a margin that it is worse by less than that.
       A margin is a share of relative metrics.
     - columns: of the experiment; those that a model was not run with are left out. other: columns of the second row,
       if they differ.
-    - more: the same claim in other records, for models that these lack.
+    - either: with a margin, the first row is neither worse nor better by more.
+    - same_bytes: leave out models on which the rows' bytes differ by more than a factor of `SAME_BYTES`.
     - of_layer: times of one layer of random numbers, which no other model changes, so that one line decides.
     """
 
@@ -51,8 +52,9 @@ class Claim:
     columns: tuple[str, ...] = ()
     metric: str = "perplexity_ratio"
     margin: float = 0.0
+    either: bool = False
     other: tuple[str, ...] = ()
-    more: tuple[Claim, ...] = ()
+    same_bytes: bool = False
     of_layer: bool = False
 
 
@@ -60,7 +62,7 @@ class Claim:
 class Difference:
     """First row minus second row for one model; of relative metrics the logarithm of their ratio.
 
-    stderr: NaN if it is not known. p: two-sided; with a margin, one-sided for the more likely side of it.
+    stderr: NaN if it is not known. p: two-sided; with a margin, of what `holds` says, or of True if that is None.
     """
 
     model: str
@@ -85,77 +87,84 @@ def t_tail(t: float, df: int) -> float:
     return min(1.0, float(((density[1:] + density[:-1]) / 2 * np.diff(theta)).sum()) / whole)
 
 
-def sign_tail(differences: Sequence[float]) -> float:
-    """Return the two-sided probability of the signs of differences, those of 0 left out."""
-    up, down = sum(d > 0 for d in differences), sum(d < 0 for d in differences)
-    return min(1.0, 2 * sum(math.comb(up + down, i) for i in range(min(up, down) + 1)) / 2 ** (up + down))
+def flip_tail(differences: Sequence[float]) -> float:
+    """Return the two-sided probability of a sum of differences if each had either sign by chance.
+
+    Of answers that are right or wrong it is the sign test.
+    """
+    sums = {0.0: 1.0}
+    for one in filter(None, differences):
+        flipped: dict[float, float] = {}
+        for total, p in sums.items():
+            for moved in (round(total + one, 6), round(total - one, 6)):
+                flipped[moved] = flipped.get(moved, 0.0) + p / 2
+        sums = flipped
+    observed = abs(sum(differences)) - 1e-5
+    return min(1.0, sum(p for total, p in sums.items() if abs(total) >= observed))
+
+
+def few_tail(found: int, n: int, share: float) -> float:
+    """Return the probability of at most `found` of n samples, each with the probability `share`."""
+    return sum(math.comb(n, i) * share**i * (1 - share) ** (n - i) for i in range(found + 1))
 
 
 def judged(claim: Claim, model: str, differences: Sequence[float]) -> Difference:
     """Return the verdict of paired samples."""
     n, mean = len(differences), statistics.fmean(differences)
     stderr = statistics.stdev(differences) / math.sqrt(n) if n > 1 else UNKNOWN
-    p = None
-    if claim.metric in HIGHER_IS_BETTER and not claim.margin:
-        p = sign_tail(differences)
-    return _judged(claim, model, n, mean, stderr, n - 1, True, p)
+    return _judged(claim, model, n, mean, stderr, differences)
 
 
 def _judged(
-    claim: Claim, model: str, n: int, mean: float, stderr: float, df: int, paired: bool, p: float | None = None
+    claim: Claim, model: str, n: int, mean: float, stderr: float, paired: Sequence[float] | None = None
 ) -> Difference:
-    relative = claim.metric.startswith(RELATIVE)
-    beyond = mean if not claim.margin else abs(mean) - claim.margin
-    if p is None:
-        known, spread = math.isfinite(stderr) and df > 0, stderr
-        if claim.metric in HIGHER_IS_BETTER:  # samples that all agree have no spread, but could have lost the margin
-            spread = max(stderr, math.sqrt(claim.margin * (1 - claim.margin) / n))
-        t = UNKNOWN if not known else beyond / spread if spread else math.copysign(math.inf, beyond) if beyond else 0.0
-        p = UNKNOWN if math.isnan(t) else t_tail(t, df)
-        if claim.margin:
-            p = p / 2 if beyond < 0 else 1 - p / 2  # that the rows differ by more than the margin
-    holds = None
-    if claim.margin:
-        holds = True if p < LEVEL else False if p > 1 - LEVEL else None
-    elif p < LEVEL:
-        holds = (mean > 0) == (claim.metric in HIGHER_IS_BETTER)
-    return Difference(model, n, mean, stderr, min(p, 1 - p) if claim.margin else p, holds, paired, relative)
+    """paired: differences of the samples, None if only means are known."""
+    answers = claim.metric in HIGHER_IS_BETTER
+    holds: bool | None = None
+    if not claim.margin:
+        p = flip_tail(paired) if answers and paired is not None else _two_sided(mean, stderr, n)
+        if p < LEVEL:
+            holds = (mean > 0) is answers
+    else:
+        p, fails = _margin(claim, n, mean, stderr, answers, paired)
+        if p < LEVEL or fails < LEVEL:
+            holds, p = p < LEVEL, min(p, fails)
+    return Difference(model, n, mean, stderr, p, holds, paired is not None, relative=claim.metric.startswith(RELATIVE))
+
+
+def _margin(
+    claim: Claim, n: int, mean: float, stderr: float, answers: bool, paired: Sequence[float] | None
+) -> tuple[float, float]:
+    """Return the probabilities of the samples if a margin is just exceeded, and if it is just kept.
+
+    Answers that are all equal have no spread. So it is at least that of a loss of the margin, and the lost answers must
+    be as few, or as many, as a binomial distribution allows.
+    """
+    worse = abs(mean) if claim.either else -mean if answers else mean
+    spread = max(stderr, math.sqrt(claim.margin * (1 - claim.margin) / n)) if answers else stderr
+    p = _two_sided(worse - claim.margin, spread, n) / 2
+    holds, fails = (p, 1 - p) if worse < claim.margin else (1 - p, p)
+    if answers and paired is not None:
+        lost, won = (math.ceil(sum(max(sign * one, 0.0) for one in paired) - 1e-6) for sign in (-1, 1))
+        lost = max(lost, won) if claim.either else lost
+        holds = max(holds, few_tail(lost, n, claim.margin))
+        fails = max(fails, 1 - few_tail(lost - 1, n, claim.margin))
+    return holds, min(1.0, 2 * fails) if claim.either else fails
+
+
+def _two_sided(mean: float, stderr: float, n: int) -> float:
+    """Return the two-sided probability of a mean of n samples by Student's distribution."""
+    if not math.isfinite(stderr) or n < 2:
+        return UNKNOWN
+    return t_tail(mean / stderr if stderr else math.copysign(math.inf, mean) if mean else 0.0, n - 1)
 
 
 def differences(claim: Claim) -> list[Difference]:
-    """Return the differences of all models with records, once per model, in the order of the records."""
-    found: dict[str, Difference] = {}
-    for one in (claim, *claim.more):
-        for difference in _differences(one):
-            found.setdefault(MODELS.get(difference.model, difference.model), difference)
-    return list(found.values())
-
-
-def _differences(claim: Claim) -> list[Difference]:
-    if not claim.experiment:
-        return []
-    if claim.experiment.endswith(".jsonl"):
-        return _of_evaluations(claim)
+    """Return the differences of all models with enough samples."""
     lines = [line for line in papers.read_lines(claim.paper) if line["table"] == claim.experiment]
-    models = dict.fromkeys(line["model"] for line in lines)
+    models = sorted(dict.fromkeys(line["model"] for line in lines), key=lambda name: [*MODELS, name].index(name))
     found = (_of_lines(claim, model, [line for line in lines if line["model"] == model]) for model in models)
     return [difference for difference in found if difference is not None]
-
-
-def _of_evaluations(claim: Claim) -> list[Difference]:
-    task, *options = claim.columns[0].split(";")
-    wanted = dict(option.split("=") for option in options)
-    by_model: dict[str, dict[str, dict[str, float]]] = {}
-    for row in rows(claim.experiment):
-        if row["task"] == task and all(str(row["options"].get(name)) == value for name, value in wanted.items()):
-            name = "nll" if claim.metric == "perplexity_ratio" else claim.metric
-            by_model.setdefault(row["model"], {}).setdefault(row["recipe"], {})[row["sample"]] = row["metrics"][name]
-    found = []
-    for model, recipes in by_model.items():
-        first, second = recipes.get(claim.first, {}), recipes.get(claim.second, {})
-        if common := [sample for sample in first if sample in second]:
-            found.append(judged(claim, model, [first[sample] - second[sample] for sample in common]))
-    return found
 
 
 def _of_lines(claim: Claim, model: str, lines: Sequence[dict[str, Any]]) -> Difference | None:
@@ -164,7 +173,12 @@ def _of_lines(claim: Claim, model: str, lines: Sequence[dict[str, Any]]) -> Diff
         first, second = _line(claim, lines, claim.first, column), _line(claim, lines, claim.second, other)
         if first is not None and second is not None:
             pairs.append((first, second))
-    if not pairs:
+    n = sum(min(line["samples"] for line in pair) for pair in pairs)
+    wanted = min((line["wanted"] for pair in pairs for line in pair), default=0)
+    unequal = claim.same_bytes and any(
+        max(a["bits"], b["bits"]) > SAME_BYTES * min(a["bits"], b["bits"]) for a, b in pairs
+    )
+    if not pairs or n < min(papers.FEWEST, wanted) or unequal:
         return None
     if not claim.other and all(line.get("values") for pair in pairs for line in pair):
         return judged(claim, model, [a - b for x, y in pairs for a, b in zip(x["values"], y["values"], strict=True)])
@@ -172,8 +186,7 @@ def _of_lines(claim: Claim, model: str, lines: Sequence[dict[str, Any]]) -> Diff
     means = [math.log(a["mean"] / b["mean"]) if relative else a["mean"] - b["mean"] for a, b in pairs]
     errors = [_error(line, relative) for pair in pairs for line in pair]
     stderr = math.hypot(*errors) / len(pairs)
-    n = min(line["samples"] for pair in pairs for line in pair if line["samples"])
-    return _judged(claim, model, n * len(pairs), statistics.fmean(means), stderr, n * len(pairs) - 1, False)
+    return _judged(claim, model, n, statistics.fmean(means), stderr)
 
 
 def _line(claim: Claim, lines: Sequence[dict[str, Any]], row: str, column: str) -> dict[str, Any] | None:
@@ -206,7 +219,7 @@ def line(claim: Claim) -> list[str]:
     """Return the claim's line in the table of agreement, with a part per model in each cell."""
     found = differences(claim)
     if not found:
-        return [claim.where, claim.says, "not run", "–", "–", "–", "cannot say"]
+        return [claim.where, claim.says, "not run, or too few samples", "–", "–", "–", "cannot say"]
     names = ["one layer" if claim.of_layer else MODELS.get(one.model, one.model) for one in found]
     said = verdict(found, 1 if claim.of_layer else ENOUGH_MODELS)
     words = {True: "holds", False: "fails", None: "open"}

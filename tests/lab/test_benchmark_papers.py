@@ -107,11 +107,14 @@ def test_records_of_a_column_are_replaced(
     assert [(line["column"], line["mean"]) for line in lines] == [("2k", 0.5), ("4k", 0.75)]
     assert len(driver.read_lines("kvquant")) == 3
     assert driver.ran(lines) == "m, float32, 1 of 50 samples per cell"
-    made = str(driver.section("kvquant", "table2", lines))
+    given = {"command": "papers.py kvquant table2 --model m --print --record"}
+    made = str(driver.section("kvquant", "table2", [line | given for line in lines]))
     assert made.startswith("## Table 2: ")
     assert "| full | n = 1 | n = 1 |" in made
-    assert "python benchmarks/papers.py kvquant table2 --out FOLDER" in made
-    assert "Not run." in str(driver.section("kvquant", "table2", []))
+    assert "python benchmarks/papers.py kvquant table2 --model m\n" in made
+    never = str(driver.section("kvquant", "table2", []))
+    assert "Not run." in never
+    assert "python benchmarks/papers.py kvquant table2 --out out --data data" in never
 
 
 def test_two_metrics_share_a_table(driver: ModuleType, parts: ModuleType) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -13,7 +14,9 @@ benchmark("pages")
 from measured import claims, verdicts  # noqa: E402  (the folder of the benchmarks is on the path now)
 
 BETTER = verdicts.Claim("kvquant", "Table 1", "a is better than b", "t", "a", "b", ("c",), "kl")
-WITHIN = verdicts.Claim("kvquant", "Table 1", "a and b are within .1", "t", "a", "b", ("c",), "kl", 0.1)
+LESS = verdicts.Claim("kvquant", "Table 1", "a loses less than .1", "t", "a", "b", ("c",), "kl", 0.1)
+WITHIN = dataclasses.replace(LESS, says="a and b are within .1", either=True)
+RECALL = verdicts.Claim("kvquant", "Table 1", "a recalls more", "t", "a", "b", ("c",), "recall")
 KEPT = verdicts.Claim("kvquant", "Table 1", "a finds as many, but 2 in 100", "t", "a", "b", ("c",), "accuracy", 0.02)
 FOUND = verdicts.Claim("kvquant", "Table 1", "a finds more", "t", "a", "b", ("c",), "accuracy")
 
@@ -26,10 +29,17 @@ def test_t_tail_is_that_of_tables(t: float, df: int, p: float) -> None:
     assert verdicts.t_tail(math.inf, df) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_signs_of_samples_that_differ_are_counted() -> None:
-    assert verdicts.sign_tail([0, 0, 1, 1, 1, 1, 1, 1]) == 2 / 64
-    assert verdicts.sign_tail([1, -1, 0]) == 1.0
-    assert verdicts.sign_tail([]) == 1.0
+def test_signs_of_samples_that_differ_are_flipped() -> None:
+    assert verdicts.flip_tail([0, 0, 1, 1, 1, 1, 1, 1]) == 2 / 64
+    assert verdicts.flip_tail([1, -1, 0]) == 1.0
+    assert verdicts.flip_tail([]) == 1.0
+    assert verdicts.flip_tail([0.5, 0.25, 0.25, -0.25]) == 8 / 16
+
+
+def test_few_losses_are_of_a_binomial_distribution() -> None:
+    assert verdicts.few_tail(0, 33, 0.02) == pytest.approx(0.98**33)
+    assert verdicts.few_tail(-1, 33, 0.02) == 0.0
+    assert verdicts.few_tail(33, 33, 0.02) == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
@@ -41,12 +51,19 @@ def test_signs_of_samples_that_differ_are_counted() -> None:
         (BETTER, [-0.3], None),
         (WITHIN, [0.01, -0.01, 0.02, 0.0], True),
         (WITHIN, [0.5, 0.52, 0.49, 0.51], False),
+        (WITHIN, [-0.5, -0.52, -0.49, -0.51], False),
+        (LESS, [-0.5, -0.52, -0.49, -0.51], True),  # much better is not a loss
+        (LESS, [0.5, 0.52, 0.49, 0.51], False),
         (WITHIN, [0.0, 0.2, 0.1, 0.15], None),
         (FOUND, [1.0] * 6 + [0.0] * 4, True),
         (FOUND, [1.0] * 5 + [0.0] * 5, None),
         (FOUND, [-1.0] * 8, False),
         (KEPT, [0.0] * 33, None),  # a loss of 2 in 100 would often not be seen
-        (KEPT, [0.0] * 150, True),
+        (KEPT, [0.0] * 148, None),
+        (KEPT, [0.0] * 149, True),
+        (KEPT, [0.0] * 149 + [-1.0], None),
+        (KEPT, [0.0] * 20 + [-1.0] * 6, False),
+        (RECALL, [0.5] * 6 + [-0.1] * 2, True),  # a sign test would not see it
     ],
 )
 def test_paired_samples(claim: Any, differences: list[float], holds: bool | None) -> None:
@@ -56,7 +73,7 @@ def test_paired_samples(claim: Any, differences: list[float], holds: bool | None
 def _line(model: str, row: str, mean: float, stderr: float | None, values: tuple[float, ...] = ()) -> dict[str, Any]:
     return {
         "table": "t", "model": model, "row": row, "column": "c", "metric": "kl", "mean": mean, "stderr": stderr,
-        "samples": 8, "values": values,
+        "samples": 8, "wanted": 8, "values": values, "bits": 4.0,
     }  # fmt: skip
 
 
@@ -66,6 +83,7 @@ def test_two_of_three_models_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(verdicts.papers, "read_lines", lambda paper: lines)
     assert verdicts.line(BETTER)[2:] == ["one: holds", "8", "-0.400 ± 0.022 u", "< .001", "**cannot say**"]
     lines += [_line("two", "a", 0.2, 0.1, (0.1, 0.2, 0.3)), _line("two", "b", 0.5, 0.1, (0.4, 0.51, 0.6))]
+    lines += [_line("three", row, 0.1, 0.01) | {"samples": 7} for row in "ab"]  # too few
     assert verdicts.line(BETTER)[2:] == [
         "one: holds; two: holds", "8; 3", "-0.400 ± 0.022 u; -0.303 ± 0.003", "< .001; < .001", "**agrees**",
     ]  # fmt: skip
@@ -75,9 +93,16 @@ def test_two_of_three_models_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts.line(BETTER)[-1] == "cannot say"
 
 
+def test_rows_of_unequal_bytes_are_left_out_where_a_claim_is_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [_line("one", "a", 0.1, 0.01), _line("one", "b", 0.5, 0.02) | {"bits": 6.1}]
+    monkeypatch.setattr(verdicts.papers, "read_lines", lambda paper: lines)
+    assert len(verdicts.differences(BETTER)) == 1
+    assert verdicts.differences(dataclasses.replace(BETTER, same_bytes=True)) == []
+
+
 def test_claims_name_rows_that_their_experiments_have() -> None:
     for claim in [*(one for of in claims.CLAIMS.values() for one in of), *claims.PERPLEXITIES]:
-        if not claim.experiment or claim.experiment.endswith(".jsonl"):
+        if not claim.experiment:
             continue
         experiment = verdicts.papers.PAPERS[claim.paper][1][claim.experiment]
         cells = {cell.row for cell in getattr(experiment, "cells", ()) if hasattr(cell, "row")}
