@@ -69,8 +69,8 @@ ALSO = {
 
 MORE = {
     "kvquant": "Perplexities are on [their own page](kvquant.md#agreement).",
-    "subgen": "Table 1 is run at half of the bytes, the paper's at 65 %, and with prompts of about 300 tokens, the "
-    "paper's of 5,000 and more. In §3.2 Algorithm 1 holds more bytes than k-centre, as the true bits say.",
+    "subgen": "Table 1 is run at the paper's 65 % of the bytes, with prompts of about 300 tokens, the paper's of "
+    "5,000 and more. In §3.2 Algorithm 1 holds more bytes than k-centre, as the true bits say.",
     "polarquant": "The paper's figures on this page are second-hand: they were taken from quotations of the paper. "
     "SnapKV and PyramidKV hold twice PolarQuant's bytes on Gemma 3, because its layers with a sliding "
     "window are not reduced, so lines that compare them leave it out.",
@@ -177,7 +177,7 @@ def page() -> Page:
                 "What the models agree on",
                 "The papers do not say that codecs which rotate or scale whole vectors need keys without their mean. "
                 "Removing it (`centre=true`) lowers the divergence of five of them on all three models, most on "
-                "Qwen2.5, whose keys have the largest mean. KVarN, which scales channels as well, is the exception: it "
+                "Qwen2.5. KVarN, which scales channels as well, is the exception: it "
                 "gets worse on two models. KIVI, which has a zero per channel, hardly changes. One window of "
                 "wikitext-2 per model, so errors are not known. The mean costs bits where a text is short.",
                 centred(),
@@ -207,8 +207,8 @@ def kvquant_page() -> Page:
         f"{headline()} {kvquant_tables.PASS} In Tables 11, 12 and 14 the paper seems to have no exact token: its nuq "
         "without outliers is 5.94 there and 5.87 in Table 18. Calibrated on 16 samples of 2,048 tokens of wikitext-2's "
         "training text, or on 4 of 512 where a table says so, which is a smaller test than the paper's. Outliers of "
-        f"values are whole numbers, rounded down: {shares()}. KVQuant's rows of SmolLM2-135M in Table 21 and those "
-        "after it are from before this rounding, and from when k-means started at random.",
+        f"values are whole numbers per token, rounded down: {shares()}. KVQuant's rows of SmolLM2-135M in "
+        "Table 21 and those after it are from before this rounding, and from when k-means started at random.",
         (Section("Agreement",
                  "Claims are at 3 bits unless they say otherwise. [How to read a line](papers.md#agreement).",
                  verdicts_of(PERPLEXITIES), ["papers/kvquant.jsonl"]), *experiments("kvquant", "kvquant", said)),
@@ -217,13 +217,10 @@ def kvquant_page() -> Page:
 
 def shares() -> str:
     """Return how many values of a token are outliers on each model."""
-    said = []
-    for name, channels in (("SmolLM2-135M", 192), ("Qwen2.5-Coder-0.5B", 128), ("Gemma 3 270M", 256)):
-        one, half = whole_share(0.01, channels), whole_share(0.005, channels)
-        said.append(
-            f"“1 %” are {one} of {channels} ({100 * one / channels:.2f} %) on {name} and “.5 %” {half or 'none'}"
-        )
-    return "; ".join(said) + "; “.1 %” are none"
+    models = (("SmolLM2-135M", 192), ("Qwen2.5-Coder-0.5B", 128), ("Gemma 3 270M", 256))
+    ones = ", ".join(f"{(one := whole_share(0.01, n))} of {n} on {name} ({100 * one / n:.2f} %)" for name, n in models)
+    halves = ", ".join(f"{whole_share(0.005, n) or 'none'} on {name}" for name, n in models)
+    return f"1 % are {ones}; .5 % are {halves}; .1 % are none"
 
 
 def headline() -> str:
