@@ -179,6 +179,15 @@ EXPERIMENTS: dict[str, Experiment] = {
         values=("2k", "4k", "8k", "16k", "32k"),
         rows=ROWS,
     ),
+    "table2-unseen": Questions(
+        "Table 2 with an unknown question",
+        "As Table 2, but the context is packed before the question is read.",
+        "Not in the paper.",
+        task="passkey",
+        options={"pack": "before-question"},
+        values=("2k",),
+        rows=ROWS,
+    ),
     "table3": Questions(
         "Table 3: LongBench",
         f"All samples of each set, prompts cut to 31k tokens. {PACKED}",
