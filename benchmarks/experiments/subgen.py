@@ -285,7 +285,7 @@ EXPERIMENTS: dict[str, Experiment] = {
     "algorithm1": Questions(
         "Algorithm 1 on a model",
         "1,024 tokens of wikitext-2 test are packed into 1/2 or 1/4 of their bytes in 16 bits, then 256 tokens are "
-        "read 64 at a time and compared with the full cache. The caches differ in how much these tokens add to them.",
+        "read 64 at a time and compared with the full cache. These tokens add different amounts to each cache.",
         "Not in the paper: its experiments use k-center.",
         task="divergence",
         options={"text": "{data}/wikitext-2/test_gptq_joined.txt", "mode": "cache", "context": "1280", "chunk": "64"},

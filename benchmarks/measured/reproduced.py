@@ -25,8 +25,8 @@ SHOWN = (
      "[the bounds](../methods/rotations.md#the-papers-bounds)"),
     ("QJL at “3 bits”", "differs", "arithmetic: the setting of the authors' code holds 3.87 bits, KIVI's 3.00"),
     ("KVQuant, Tables 7 and 8", "36 of 42 cells", "arithmetic, by `tersekv estimate --tables kvquant`, compared by "
-     "hand; a test compares LLaMA-7B at 128K, 7 of 7. Table 7's weights differ in the last digit: here they are "
-     "attention, gated MLP and two embeddings, and the paper does not say what it counts"),
+     "hand; a test compares LLaMA-7B at 128K, 7 of 7. Table 7's weights differ in the last digit: attention, "
+     "gated MLP and two embeddings are counted here, and the paper does not say what it counts"),
     ("KVQuant, Table 16", "run", "on three models, see `table16` below: gradients take minutes, a layer's codebooks "
      "and thresholds less than a second; the paper's layers have 32 times the channels and more"),
     ("KVQuant, one million tokens", "run", "see `million` below: one layer holds them in the bytes of `tersekv "
