@@ -180,7 +180,7 @@ def run(paper: str, table: str, args: argparse.Namespace) -> None:
         calibration=args.calibration,
         samples=args.samples,
         hours=args.hours,
-        values=tuple(filter(None, args.values.split(","))),
+        values=tuple(filter(None, args.values.split(";" if ";" in args.values else ","))),
         rows=tuple(filter(None, args.rows.split(";"))),
         options=dict(text.partition("=")[::2] for text in args.option),
     )
@@ -207,7 +207,9 @@ def main() -> None:
     parser.add_argument("--calibration", type=Path, help="folder of calibration files")
     parser.add_argument("--samples", type=int, help="samples per cell; default: the paper's number")
     parser.add_argument("--hours", type=float, help="stop after this time and report the samples so far")
-    parser.add_argument("--values", default="", help="columns in place of the paper's, for example 1k,2k")
+    parser.add_argument(
+        "--values", default="", help="columns in place of the paper's, for example 1k,2k or 1,024;2,048"
+    )
     parser.add_argument("--rows", default="", help="labels of rows, separated by semicolons; default: all")
     parser.add_argument("--option", action="append", default=[], help="NAME=VALUE of the evaluation, not the paper's")
     parser.add_argument("--print", action="store_true", help="print from existing records, run nothing")

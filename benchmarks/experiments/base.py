@@ -318,19 +318,20 @@ class Measured(Experiment):
 class Corpus:
     """Samples that recipes are calibrated on; by default KVQuant's (§4).
 
-    text: file in the data folder. sinks: tokens left out at the start of each sample.
+    text: file in the data folder. sinks: tokens left out at the start of each sample. seed: of the samples' places.
     """
 
     text: str = TRAIN
     samples: int = 16
     length: int = 2048
     sinks: int = 1
+    seed: int = 0
 
     @property
     def name(self) -> str:
         """Return the name of its folder of calibrations."""
-        sinks = "" if self.sinks == 1 else f"-sinks{self.sinks}"
-        return f"{self.text.partition('/')[0]}-{self.samples}x{self.length}{sinks}"
+        more = ("" if self.sinks == 1 else f"-sinks{self.sinks}") + (f"-seed{self.seed}" if self.seed else "")
+        return f"{self.text.partition('/')[0]}-{self.samples}x{self.length}{more}"
 
 
 KVQUANT_CORPUS = Corpus()
@@ -362,7 +363,7 @@ def calibrated(recipes: Sequence[str], setting: Setting, corpus: Corpus = KVQUAN
     if missing:
         named = [part for text in missing for part in ("-r", text)]
         text = "pydoc" if setting.data is None and corpus.text == TRAIN else setting.text(corpus.text)
-        drawn = {"samples": corpus.samples, "length": corpus.length, "seed": 0, "sinks": corpus.sinks}
+        drawn = {name: value for name, value in asdict(corpus).items() if name != "text"}
         size = [part for name, value in drawn.items() for part in (f"--{name}", str(value))]
         status = cli.run(["calibrate", "-m", setting.model, *named, *size, "--text", text, "--out", str(folder)])
         if status:

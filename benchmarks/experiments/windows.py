@@ -15,6 +15,7 @@ from typing import Any
 
 from experiments.base import KVQUANT_CORPUS, Corpus, Experiment, Result, Setting, calibrated, values_of
 from tersekv.codecs import methods
+from tersekv.errors import UserError
 from tersekv.lab.evals.harness import Harness, Progress, metrics_of
 from tersekv.lab.evals.options import build
 from tersekv.lab.evals.reader import FULL
@@ -107,7 +108,9 @@ class Windows(Experiment):
         return sorted(found, key=lambda r: METRICS.index(r.metric))
 
     def _chosen(self, setting: Setting) -> list[Cell]:
-        rows = setting.chosen({cell.row: cell for cell in self.cells})
+        rows, columns = setting.chosen({cell.row: cell for cell in self.cells}), {cell.column for cell in self.cells}
+        if unknown := [value for value in setting.values if value not in columns]:
+            raise UserError(f"no column {unknown[0]!r}: choose from {'; '.join(sorted(columns))}")
         return [
             _cheaper(cell, setting.options)
             for cell in self.cells

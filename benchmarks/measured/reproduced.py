@@ -206,7 +206,8 @@ def kvquant_page() -> Page:
         "KVQuant's perplexity tables: channels and tokens, RoPE, codebooks, outliers, exact tokens, corpora, lengths.",
         f"{headline()} {kvquant_tables.PASS} In Tables 11, 12 and 14 the paper seems to have no exact token: its nuq "
         "without outliers is 5.94 there and 5.87 in Table 18. Calibrated on 16 samples of 2,048 tokens of wikitext-2's "
-        "training text, or on 4 of 512 where a table says so, which is a smaller test than the paper's. Outliers of "
+        "training text, or on 4 of 512 where a table says so, which is a smaller test than the paper's. "
+        f"{calibrations()} Outliers of "
         f"values are whole numbers per token, rounded down: {shares()}. KVQuant's rows of SmolLM2-135M in "
         "Table 21 and those after it are from before this rounding, and from when k-means started at random.",
         (Section("Agreement",
@@ -221,6 +222,18 @@ def shares() -> str:
     ones = ", ".join(f"{(one := whole_share(0.01, n))} of {n} on {name} ({100 * one / n:.2f} %)" for name, n in models)
     halves = ", ".join(f"{whole_share(0.005, n) or 'none'} on {name}" for name, n in models)
     return f"1 % are {ones}; .5 % are {halves}; .1 % are none"
+
+
+def calibrations() -> str:
+    """Return by how much other samples of calibration change perplexity."""
+    said = []
+    lines = [r for r in papers.read_lines("kvquant") if r["table"] == "samples" and r["metric"] == "perplexity"]
+    of_seeds = [r for r in lines if r["row"] in kvquant_tables.SEEDS]
+    for name, column in dict.fromkeys((r["model"], r["column"]) for r in of_seeds):
+        means = [r["mean"] for r in of_seeds if (r["model"], r["column"]) == (name, column)]
+        if len(means) == len(kvquant_tables.SEEDS):
+            said.append(f"{100 * (max(means) / min(means) - 1):.1f} % on {MODELS[name]} at {column}")
+    return f"Samples at other places of the text change perplexity by up to {', '.join(said)} (three seeds)."
 
 
 def headline() -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from conftest import benchmark
 from tersekv.calibration.calibration import Calibration
+from tersekv.errors import UserError
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.records import SHARED
 from tersekv.recipe import Recipe
@@ -35,6 +36,11 @@ def test_equal_recipes_are_equal_texts() -> None:
     dense = {f"kvquant:bits={bits},outliers=0" for bits in (4, 2)} | {"kvquant:outliers=0"}
     assert all(dense <= of[f"table{n}"] for n in (11, 12, 13, 14, 17, 18, 19))
     assert {"kvquant:bits=4", "kvquant", "kvquant:bits=2"} <= of["table21"]
+
+
+def test_unknown_columns_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no column '3 bit': choose from 2 bits; 3 bits; 4 bits"):
+        tables.EXPERIMENTS["table9"].run(Setting("none", "float32", tmp_path, values=("3 bit",)))
 
 
 def test_no_exact_token_means_a_calibration_with_the_first_token() -> None:
