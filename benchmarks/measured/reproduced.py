@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -139,6 +140,16 @@ def verdicts_of(claims: Sequence[Claim]) -> str:
     return markdown(COLUMNS, map(line, claims))
 
 
+def counted() -> str:
+    """Return how many claims have each verdict, over both pages."""
+    claims = [*(claim for of in CLAIMS.values() for claim in of), *PERPLEXITIES]
+    found = Counter(line(claim)[-1].strip("*") for claim in claims)
+    return (
+        f"Of {len(claims)} lines here and on [KVQuant's page](kvquant.md#agreement), {found['agrees']} agree, "
+        f"{found['differs']} differ and {found['cannot say']} cannot say."
+    )
+
+
 def centred() -> str:
     """Return the table of divergences with and without the keys' mean, of the recipes and models that have both."""
     found: dict[str, dict[str, str]] = {}
@@ -167,7 +178,7 @@ def page() -> Page:
         "packed, as in the papers. `during-prefill`: the prompt's own attention reads coded tokens. "
         "`before-question`: the context is packed before the question is read, the default of `tersekv eval`.",
         (
-            Section("Agreement", HOW, ""),
+            Section("Agreement", f"{counted()} {HOW}", ""),
             *(
                 Section(papers.PAPERS[paper][0].split()[0], MORE.get(paper, ""), verdicts_of(claims), level=3)
                 for paper, claims in CLAIMS.items()
