@@ -43,8 +43,8 @@ SHARED = ("command", "commit", "cpu", "isa", "paper", "model", "dtype", "options
 """Fields of the headers of records."""
 ROWS = {"default": "trellis, 3 bits", "HeadKV": "HeadKV, budget .25: half of the bytes"}
 """Names of rows that mean something else today."""
-CELLS = "model", "dtype", "column"
-"""Fields that name a column of a table. A run replaces the columns that it has."""
+CELLS = "model", "dtype", "column", "row"
+"""Fields that name a cell of a table. A run replaces the cells that it has."""
 FEWEST = 8
 """Cells with fewer samples are not printed, unless the experiment wants no more."""
 MOST_COLUMNS = 7
@@ -67,7 +67,7 @@ def read_lines(paper: str) -> list[Line]:
 
 
 def keep(paper: str, table: str, lines: Sequence[Line]) -> Path:
-    """Replace the committed records of a table's columns and these models by `lines`."""
+    """Replace the committed records of the cells of a table that are in `lines`."""
     held = read_lines(paper)
     elsewhere, here = ([r for r in held if (r["table"] == table) is there] for there in (False, True))
     columns = list(dict.fromkeys(r["column"] for r in (*here, *lines)))  # in the order of the first run
