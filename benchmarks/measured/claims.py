@@ -154,6 +154,8 @@ CLAIMS = {
 NUQ, NUQ_1 = "nuq, Fisher × s²", "nuq, 1 %"
 PERPLEXITIES = (
     _perplexity("18", "3 bits with 1 % lose less than 1.8 % (.1 of 5.68)", NUQ_1, FULL, margin=0.018),
+    _perplexity("18", "4 bits with 1 % lose less than .2 % (.01 of 5.68)", NUQ_1, FULL, "4 bits", margin=0.002),
+    _perplexity("18", "2 bits with 1 % lose less than 6 % (.33 of 5.68)", NUQ_1, FULL, "2 bits", margin=0.06),
     _perplexity("19", "3 bits with 1 % lose less than 1.8 % on C4", NUQ_1, FULL, margin=0.018),
     _perplexity("18", "nuq is better than int per token", "nuq", "int per token"),
     _perplexity("18", "nuq is better than nf per token", "nuq", "nf per token"),
