@@ -45,6 +45,7 @@ ROWS = {"default": "trellis, 3 bits", "HeadKV": "HeadKV, budget .25: half of the
 """Names of rows that mean something else today."""
 CELLS = "model", "dtype", "column", "row"
 """Fields that name a cell of a table. A run replaces the cells that it has."""
+FULL = "full cache"
 FEWEST = 8
 """Cells with fewer samples are not printed, unless the experiment wants no more."""
 MOST_COLUMNS = 7
@@ -73,7 +74,14 @@ def keep(paper: str, table: str, lines: Sequence[Line]) -> Path:
     columns = list(dict.fromkeys(r["column"] for r in (*here, *lines)))  # in the order of the first run
     ours = {tuple(line[name] for name in CELLS) for line in lines}
     others = [r for r in here if tuple(r[name] for name in CELLS) not in ours]
-    made = sorted((*others, *lines), key=lambda r: columns.index(r["column"]))
+    experiment = PAPERS[paper][1][table]
+    cells = (getattr(cell, "row", "") for cell in getattr(experiment, "cells", ()))
+    rows = list(dict.fromkeys((FULL, *getattr(experiment, "rows", ()), *cells, *(r["row"] for r in (*here, *lines)))))
+    models = list(dict.fromkeys(r["model"] for r in (*here, *lines)))
+    made = sorted(
+        (*others, *lines),
+        key=lambda r: (columns.index(r["column"]), models.index(r["model"]), rows.index(r["row"])),
+    )
     RECORDS.mkdir(parents=True, exist_ok=True)
     path = RECORDS / f"{paper}.jsonl"
     path.write_text("".join(runs.written([*elsewhere, *made], SHARED)), "utf-8")

@@ -176,7 +176,9 @@ def page() -> Page:
         "continues. Levels differ from the papers, because they measured models of 7 billion parameters and more and "
         "these have .1 to .5 billion. `after-prompt`: the whole prompt is read exactly, then "
         "packed, as in the papers. `during-prefill`: the prompt's own attention reads coded tokens. "
-        "`before-question`: the context is packed before the question is read, the default of `tersekv eval`.",
+        "`before-question`: the context is packed before the question is read, the default of `tersekv eval`. Where "
+        "Gemma 3's full cache has more than 32 bits, it held tokens outside of sliding windows, which do not count as "
+        "elements.",
         (
             Section("Agreement", f"{counted()} {HOW}", ""),
             *(

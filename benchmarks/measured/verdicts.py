@@ -24,7 +24,7 @@ HIGHER_IS_BETTER = ("accuracy", "recall")
 RELATIVE = ("perplexity", "ms", "seconds", "microseconds")
 """Metrics that are compared by their ratio."""
 SAME_BYTES = 1.5
-FULL = "full cache"
+FULL = papers.FULL
 UNKNOWN = math.nan
 
 
