@@ -106,10 +106,14 @@ def tables(lines: Sequence[Line]) -> str:
 def _table(lines: Sequence[Line], metrics: Sequence[str]) -> str:
     rows, columns = (list(dict.fromkeys(r[name] for r in lines)) for name in ("row", "column"))
     cells = {(r["row"], r["column"], r["metric"]): r for r in lines}
+    most = {column: max(r["samples"] for r in lines if r["column"] == column) for column in columns}
 
     def cell(row: str, column: str) -> str:
-        first, *more = (_cell(cells.get((row, column, metric))) for metric in metrics)
-        return first if more in ([], ["–"], [first]) else f"{first} ({more[0]})"
+        found = [cells.get((row, column, metric)) for metric in metrics]
+        first, *more = map(_cell, found)
+        text = first if more in ([], ["–"], [first]) else f"{first} ({more[0]})"
+        n = min((one["samples"] for one in found if one), default=most[column])
+        return text if n in (1, most[column]) or "n = " in text else f"{text}, n = {n}"
 
     earlier = {r["row"] for r in lines if r["row"] in ROWS and "commit" not in r}
     names = {row: ROWS.get(row, row) + ", an earlier version" * (row in earlier) for row in rows}

@@ -261,11 +261,9 @@ class Questions(Experiment):
             by_recipe.setdefault(one["recipe"], {})[one["sample"]] = one
         there = {name: by_recipe[recipe] for name, recipe in rows.items() if recipe in by_recipe}
         common = set.intersection(*(set(of) for of in there.values())) if there else set()
-        for name, of in there.items():
-            ours = [of[sample] for sample in of if sample in common]
-            if not ours:
-                continue
-            full = [there[self.full][r["sample"]] for r in ours]
+        samples = [sample for sample in there.get(self.full, ()) if sample in common]  # one order for all rows
+        for name, of in there.items() if samples else ():
+            ours, full = ([row[sample] for sample in samples] for row in (of, there[self.full]))
             summary = task.summarise([metrics_of(r) for r in ours], [metrics_of(r) for r in full])
             bits = sum(r["bits_per_element"] for r in ours) / len(ours)
             held = round(sum(r["bytes"] for r in ours) / len(ours))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -44,16 +45,17 @@ SHOWN = (
 COLUMNS = ("where", "claim", "models", "n", "difference", "p", "verdict")
 HOW = (
     "A line compares the first row that its claim names with the second, on each model that was run: **holds** or "
-    "**fails** if p < .05, **open** otherwise. *agrees* and *differs* need two of the three models (SmolLM2-135M, "
-    "Qwen2.5-Coder-0.5B, Gemma 3 270M); with fewer the verdict is *cannot say*. Times of one layer of random numbers "
-    "need no second model. The difference is that of KL divergences, accuracies, recalls or negative log-likelihoods, "
-    "and a percentage of perplexities and times, ± its standard error. Samples are paired. p is two-sided, by "
-    "Student's distribution; of accuracies and recalls by flipping the signs of the differences. `u`: the record has "
-    "no samples, so the rows count as independent, which mostly makes the error too large, and p is Student's. With a "
-    "margin p is of *fails* where the line says so, and of *holds* elsewhere. That at most 2 answers in 100 are lost "
-    "takes 149 samples without a loss to show. Errors are of windows and questions alone: each recipe was "
-    "calibrated once. On some lines samples were added until they decided, and p is not corrected for it, nor for the "
-    "number of lines. *(ours)*: not a claim of the paper."
+    "**fails** if p < .05, **open** otherwise. The verdict is *agrees* or *differs* if two of the three models "
+    "(SmolLM2-135M, Qwen2.5-Coder-0.5B, Gemma 3 270M) say the same, *cannot say* otherwise. Times of one layer of "
+    "random numbers need no second model. The difference is that of KL divergences, accuracies, recalls or negative "
+    "log-likelihoods, and a percentage of perplexities and times, ± its standard error. Samples are paired, except at "
+    "`u`, where the record has none: there the rows count as independent, which mostly makes the error too large. p "
+    "is by Student's distribution, that of paired accuracies and recalls by flipping the signs of the differences. "
+    "Without a margin it is two-sided. With one it is the probability of such samples if the margin were just "
+    "exceeded, or, where the line says *fails*, just kept. To show that at most 2 answers in 100 are lost, 149 "
+    "samples without a loss are needed. Errors are of windows and questions alone: each recipe was calibrated once. "
+    "On some lines samples were added after a look at p, which is not corrected for that, nor for the number of "
+    "lines. *(ours)*: not a claim of the paper."
 )
 ALSO = {
     "qjl": "Lemmas 3.2 and 3.5 and Theorem 3.6 are tested by `tests/codecs/test_claims_qjl.py`; Figure 2 is drawn by "
@@ -70,11 +72,12 @@ ALSO = {
 
 MORE = {
     "kvquant": "Perplexities are on [their own page](kvquant.md#agreement).",
-    "subgen": "Table 1 is run at the paper's 65 % of the bytes, with prompts of about 300 tokens, the paper's of "
-    "5,000 and more. In §3.2 Algorithm 1 holds more bytes than k-centre, as the true bits say.",
+    "subgen": "Lines of Table 1 are at the paper's 65 % of the bytes, those of the shorter wording at 50 %. Prompts "
+    "have about 300 tokens, the paper's 5,000 and more. In §3.2 Algorithm 1 holds more bytes than k-center, as the "
+    "true bits say.",
     "polarquant": "The paper's figures on this page are second-hand: they were taken from quotations of the paper. "
-    "SnapKV and PyramidKV hold twice PolarQuant's bytes on Gemma 3, because its layers with a sliding "
-    "window are not reduced, so lines that compare them leave it out.",
+    "SnapKV and PyramidKV hold twice PolarQuant's bytes on Gemma 3, because its layers with a sliding window are not "
+    "reduced, so lines that compare PolarQuant with them leave Gemma 3 out.",
 }
 """Remarks below the table of a paper's claims."""
 
@@ -115,16 +118,16 @@ def remarks(paper: str, experiment: str) -> str:
         }
         return float(at[row] / at["QJL"])
 
-    said = []
+    said = "\n\n**Read with care.** The full cache, `exact`, copies and widens all keys at every step."
     for shape in (LLAMA, SMOLLM2):
         exact, ours, kivi = (ratio(shape, row, "16k", STEP) for row in ("exact", "exact, our kernels", "KIVI, 2 bits"))
-        said.append(
-            f"With the shape of {shape}, QJL slows a prompt of 1,024 tokens by "
-            f"{100 / ratio(shape, 'exact', '1k', READ) - 100:.0f} %. At 16k, in times of its step, a step of `exact`, "
-            f"transformers' cache, which copies and widens all keys, takes {exact:.0f}, 16-bit tokens read by our "
-            f"kernels {ours:.1f}, and KIVI {kivi:.2f}."
+        said += (
+            f" With the shape of {shape} QJL slows a prompt of 1,024 tokens by "
+            f"{100 / ratio(shape, 'exact', '1k', READ) - 100:.0f} %. At 16k the full cache's step takes {exact:.0f} "
+            f"times as long as QJL's, that of 16-bit tokens read by our kernels {ours:.1f} times, and KIVI's "
+            f"{kivi:.2f} times."
         )
-    return f"\n\n**Read with care.** {' '.join(said)}"
+    return f"{said} These are medians; the lines above compare round by round."
 
 
 def parts() -> Iterator[Section]:
@@ -157,10 +160,9 @@ def centred() -> str:
         for recipe in row if row["text"] == "wikitext" else ():
             without = row.get(f"{recipe}{',' if ':' in recipe else ':'}centre=true")
             if without:
-                shown = (f"{with_mean:.{digits}f} → {without[name]:.{digits}f}"
-                         for name, digits in (("kl", 4), ("bits", 2))
-                         for with_mean in [row[recipe][name]])  # fmt: skip
-                found.setdefault(recipe, {})[model(row)] = "{} ({})".format(*shown)
+                kept = row[recipe]
+                shown = f"{kept['kl']:.4f} → {without['kl']:.4f} ({kept['bits']:.2f} → {without['bits']:.2f})"
+                found.setdefault(recipe, {})[model(row)] = shown
     names = list(dict.fromkeys(name for of in found.values() for name in of))
     lines = ([f"`{recipe}`", *(of.get(name, "–") for name in names)] for recipe, of in found.items())
     return markdown(("KL divergence (true bits), mean kept → removed", *names), lines)
@@ -172,13 +174,13 @@ def page() -> Page:
         "The papers' tables",
         "Agreement with QJL, KVQuant, SubGen and PolarQuant, and every experiment that was run, beside the paper's "
         "figures.",
-        "Each table is made by the commands below it, which run the paper's protocol with any model; a stopped run "
-        "continues. Levels differ from the papers, because they measured models of 7 billion parameters and more and "
-        "these have .1 to .5 billion. `after-prompt`: the whole prompt is read exactly, then "
-        "packed, as in the papers. `during-prefill`: the prompt's own attention reads coded tokens. "
-        "`before-question`: the context is packed before the question is read, the default of `tersekv eval`. Where "
-        "Gemma 3's full cache has more than 32 bits, it held tokens outside of sliding windows, which do not count as "
-        "elements.",
+        "The commands below a table made its rows, except those from before commands were kept, most of them of "
+        "SmolLM2. They run the paper's protocol with any model; a stopped run continues. Levels differ from the "
+        "papers, because they measured models of 7 billion parameters and more and these have .1 to .5 billion. "
+        "`after-prompt`: the whole prompt is read exactly, then packed, as in the papers. `during-prefill`: the "
+        "prompt's own attention reads coded tokens. `before-question`: the context is packed before the question is "
+        "read, the default of `tersekv eval`. Where Gemma 3's full cache has more than 32 bits, it also held tokens "
+        "that had left the sliding windows: their bytes count, but not their elements.",
         (
             Section("Agreement", f"{counted()} {HOW}", ""),
             *(
@@ -198,12 +200,12 @@ def page() -> Page:
             ),
             Section(
                 "Experiments",
-                "Left out: models of 7 billion parameters, LongBench's and lm-eval's full sets, lengths above 8,192 "
-                "tokens, and kernels on a GPU. `--model` and `--values` run them elsewhere. Not finished, with about "
-                "the time on one thread of Zen 5: Qwen in windows of 2,048 tokens, 3 minutes for a window of 7 rows, "
-                "84 seconds for a needle of 2k; three calibrations of each row instead of one, three times a table's "
-                "time; KVQuant's Table 5, whose quantised weights are not implemented here; PolarQuant's Table 2 at "
-                "the paper's length, 17 minutes per round on two threads.",
+                "Left out: models of 7 billion parameters, LongBench's and lm-eval's full sets, models at lengths "
+                "above 8,192 tokens, and kernels on a GPU. `--model` and `--values` run them elsewhere. Not finished, "
+                "with about the time on one thread of Zen 5: Qwen in windows of 2,048 tokens, 3 minutes for a window "
+                "of 7 rows, 84 seconds for a needle of 2k; three calibrations of each row instead of one, three times "
+                "a table's time; KVQuant's Table 5, whose quantised weights are not implemented here; PolarQuant's "
+                "Table 2 at the paper's length, 17 minutes per round on two threads.",
                 contents(),
             ),
             *parts(),
@@ -220,9 +222,8 @@ def kvquant_page() -> Page:
         f"{headline()} {kvquant_tables.PASS} In Tables 11, 12 and 14 the paper seems to have no exact token: its nuq "
         "without outliers is 5.94 there and 5.87 in Table 18. Calibrated on 16 samples of 2,048 tokens of wikitext-2's "
         "training text, or on 4 of 512 where a table says so, which is a smaller test than the paper's. "
-        f"{calibrations()} Outliers of "
-        f"values are whole numbers per token, rounded down: {shares()}. KVQuant's rows of SmolLM2-135M in "
-        "Table 21 and those after it are from before this rounding, and from when k-means started at random.",
+        f"{calibrations()}Outliers of "
+        f"values are whole numbers per token, rounded down: {shares()}.{older()}",
         (Section("Agreement",
                  "Claims are at 3 bits unless they say otherwise. [How to read a line](papers.md#agreement).",
                  verdicts_of(PERPLEXITIES), ["papers/kvquant.jsonl"]), *experiments("kvquant", "kvquant", said)),
@@ -237,6 +238,25 @@ def shares() -> str:
     return f"1 % are {ones}; .5 % are {halves}; .1 % are none"
 
 
+def older() -> str:
+    """Return which columns were run before k-means and the rounding of outliers changed."""
+    tables: dict[str, dict[str, bool]] = {}
+    for r in papers.read_lines("kvquant"):
+        if r["model"] == "smollm2" and r["table"] in kvquant_tables.EXPERIMENTS:
+            changed = "kvquant" in (r["recipe"] or "") and not re.search(r"outliers=0,.*table=", r["recipe"])
+            columns = tables.setdefault(kvquant_tables.EXPERIMENTS[r["table"]].title.partition(":")[0], {})
+            columns[r["column"]] = columns.get(r["column"], False) or (changed and "commit" not in r)
+    named = []
+    for title, columns in tables.items():
+        old = [column for column, is_old in columns.items() if is_old]
+        named += [title if len(old) == len(columns) else f"{title} ({', '.join(old)})"] if old else []
+    return (
+        f" On SmolLM2-135M these are from when it was rounded up, and k-means started at random: {'; '.join(named)}."
+        if named
+        else ""
+    )
+
+
 def calibrations() -> str:
     """Return by how much other samples of calibration change perplexity."""
     said = []
@@ -246,7 +266,8 @@ def calibrations() -> str:
         means = [r["mean"] for r in of_seeds if (r["model"], r["column"]) == (name, column)]
         if len(means) == len(kvquant_tables.SEEDS):
             said.append(f"{100 * (max(means) / min(means) - 1):.1f} % on {MODELS[name]} at {column}")
-    return f"Samples at other places of the text change perplexity by up to {', '.join(said)} (three seeds)."
+    text = f"Samples at other places of the text change perplexity by up to {', '.join(said)} (three seeds). "
+    return text if said else ""
 
 
 def headline() -> str:

@@ -140,15 +140,18 @@ def _margin(
     Answers that are all equal have no spread. So it is at least that of a loss of the margin, and the lost answers must
     be as few, or as many, as a binomial distribution allows.
     """
-    worse = abs(mean) if claim.either else -mean if answers else mean
-    spread = max(stderr, math.sqrt(claim.margin * (1 - claim.margin) / n)) if answers else stderr
-    p = _two_sided(worse - claim.margin, spread, n) / 2
-    holds, fails = (p, 1 - p) if worse < claim.margin else (1 - p, p)
+    worse, margin = -mean if answers else mean, claim.margin
+    if claim.metric.startswith(RELATIVE):  # the means are logarithms
+        margin = math.log1p(claim.margin if worse > 0 or not claim.either else -claim.margin)
+    worse, margin = (abs(worse), abs(margin)) if claim.either else (worse, margin)
+    floor = math.sqrt(margin * (1 - margin) / n) if answers else 0.0
+    p = _two_sided(worse - margin, stderr or floor if paired is None else max(stderr, floor), n) / 2
+    holds, fails = (p, 1 - p) if worse < margin else (1 - p, p)
     if answers and paired is not None:
-        lost, won = (math.ceil(sum(max(sign * one, 0.0) for one in paired) - 1e-6) for sign in (-1, 1))
-        lost = max(lost, won) if claim.either else lost
-        holds = max(holds, few_tail(lost, n, claim.margin))
-        fails = max(fails, 1 - few_tail(lost - 1, n, claim.margin))
+        lost = -sum(min(one, 0.0) for one in paired)
+        lost = max(lost, lost + sum(paired)) if claim.either else lost
+        holds = max(holds, few_tail(math.ceil(lost - 1e-6), n, margin))
+        fails = max(fails, 1 - few_tail(math.floor(worse * n + 1e-6) - 1, n, margin))
     return holds, min(1.0, 2 * fails) if claim.either else fails
 
 
@@ -161,32 +164,34 @@ def _two_sided(mean: float, stderr: float, n: int) -> float:
 
 def differences(claim: Claim) -> list[Difference]:
     """Return the differences of all models with enough samples."""
-    lines = [line for line in papers.read_lines(claim.paper) if line["table"] == claim.experiment]
-    models = sorted(dict.fromkeys(line["model"] for line in lines), key=lambda name: [*MODELS, name].index(name))
-    found = (_of_lines(claim, model, [line for line in lines if line["model"] == model]) for model in models)
-    return [difference for difference in found if difference is not None]
+    by_model: dict[str, list[dict[str, Any]]] = {}
+    for line in papers.read_lines(claim.paper):
+        if line["table"] == claim.experiment:
+            by_model.setdefault(MODELS.get(line["model"], line["model"]), []).append(line)
+    names = sorted(by_model, key=lambda name: [*MODELS.values(), name].index(name))
+    return [found for name in names if (found := _of_lines(claim, name, by_model[name])) is not None]
 
 
 def _of_lines(claim: Claim, model: str, lines: Sequence[dict[str, Any]]) -> Difference | None:
     pairs = []
     for column, other in zip(claim.columns, claim.other or claim.columns, strict=True):
         first, second = _line(claim, lines, claim.first, column), _line(claim, lines, claim.second, other)
-        if first is not None and second is not None:
+        if first and second and all(one["samples"] >= min(papers.FEWEST, one["wanted"]) for one in (first, second)):
             pairs.append((first, second))
-    n = sum(min(line["samples"] for line in pair) for pair in pairs)
-    wanted = min((line["wanted"] for pair in pairs for line in pair), default=0)
-    unequal = claim.same_bytes and any(
-        max(a["bits"], b["bits"]) > SAME_BYTES * min(a["bits"], b["bits"]) for a, b in pairs
-    )
-    if not pairs or n < min(papers.FEWEST, wanted) or unequal:
+    if not pairs or (claim.same_bytes and any(_unequal(a["bits"], b["bits"]) for a, b in pairs)):
         return None
-    if not claim.other and all(line.get("values") for pair in pairs for line in pair):
+    if all(a.get("values") and len(a["values"]) == len(b["values"]) for a, b in pairs) and not claim.other:
         return judged(claim, model, [a - b for x, y in pairs for a, b in zip(x["values"], y["values"], strict=True)])
     relative = claim.metric.startswith(RELATIVE)
     means = [math.log(a["mean"] / b["mean"]) if relative else a["mean"] - b["mean"] for a, b in pairs]
     errors = [_error(line, relative) for pair in pairs for line in pair]
     stderr = math.hypot(*errors) / len(pairs)
+    n = sum(min(line["samples"] for line in pair) for pair in pairs)
     return _judged(claim, model, n, statistics.fmean(means), stderr)
+
+
+def _unequal(a: float, b: float) -> bool:
+    return max(a, b) > SAME_BYTES * min(a, b)
 
 
 def _line(claim: Claim, lines: Sequence[dict[str, Any]], row: str, column: str) -> dict[str, Any] | None:
@@ -220,7 +225,7 @@ def line(claim: Claim) -> list[str]:
     found = differences(claim)
     if not found:
         return [claim.where, claim.says, "not run, or too few samples", "–", "–", "–", "cannot say"]
-    names = ["one layer" if claim.of_layer else MODELS.get(one.model, one.model) for one in found]
+    names = ["one layer" if claim.of_layer else one.model for one in found]
     said = verdict(found, 1 if claim.of_layer else ENOUGH_MODELS)
     words = {True: "holds", False: "fails", None: "open"}
     models = "; ".join(f"{name}: {words[one.holds]}" for name, one in zip(names, found, strict=True))

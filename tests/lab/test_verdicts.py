@@ -16,6 +16,7 @@ from measured import claims, verdicts  # noqa: E402  (the folder of the benchmar
 BETTER = verdicts.Claim("kvquant", "Table 1", "a is better than b", "t", "a", "b", ("c",), "kl")
 LESS = verdicts.Claim("kvquant", "Table 1", "a loses less than .1", "t", "a", "b", ("c",), "kl", 0.1)
 WITHIN = dataclasses.replace(LESS, says="a and b are within .1", either=True)
+RATIO = dataclasses.replace(LESS, metric="perplexity_ratio", margin=0.5)
 RECALL = verdicts.Claim("kvquant", "Table 1", "a recalls more", "t", "a", "b", ("c",), "recall")
 KEPT = verdicts.Claim("kvquant", "Table 1", "a finds as many, but 2 in 100", "t", "a", "b", ("c",), "accuracy", 0.02)
 FOUND = verdicts.Claim("kvquant", "Table 1", "a finds more", "t", "a", "b", ("c",), "accuracy")
@@ -49,6 +50,8 @@ def test_few_losses_are_of_a_binomial_distribution() -> None:
         (BETTER, [0.3, 0.2, 0.25, 0.28], False),
         (BETTER, [-0.3, 0.2, -0.25, 0.28], None),
         (BETTER, [-0.3], None),
+        (RATIO, [0.42, 0.41, 0.43, 0.42], False),  # logarithms: a margin of a half is 0.405
+        (RATIO, [0.39, 0.38, 0.4, 0.39], True),
         (WITHIN, [0.01, -0.01, 0.02, 0.0], True),
         (WITHIN, [0.5, 0.52, 0.49, 0.51], False),
         (WITHIN, [-0.5, -0.52, -0.49, -0.51], False),
