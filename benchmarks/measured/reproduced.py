@@ -245,17 +245,15 @@ def older() -> str:
     for r in papers.read_lines("kvquant"):
         if r["model"] == "smollm2" and r["table"] in kvquant_tables.EXPERIMENTS:
             changed = "kvquant" in (r["recipe"] or "") and not re.search(r"outliers=0,.*table=", r["recipe"])
-            columns = tables.setdefault(kvquant_tables.EXPERIMENTS[r["table"]].title.partition(":")[0], {})
+            title = kvquant_tables.EXPERIMENTS[r["table"]].title.partition(":")[0].partition(" (")[0]
+            columns = tables.setdefault(title, {})
             columns[r["column"]] = columns.get(r["column"], False) or (changed and "commit" not in r)
     named = []
     for title, columns in tables.items():
         old = [column for column, is_old in columns.items() if is_old]
         named += [title if len(old) == len(columns) else f"{title} ({', '.join(old)})"] if old else []
-    return (
-        f" On SmolLM2-135M these are from when it was rounded up, and k-means started at random: {'; '.join(named)}."
-        if named
-        else ""
-    )
+    text = f" Run when outliers were rounded up and k-means started at random, on SmolLM2-135M: {'; '.join(named)}."
+    return text if named else ""
 
 
 def calibrations() -> str:
