@@ -55,9 +55,9 @@ HOW = (
     "one it is the probability of such samples if the margin were just exceeded, or, where the line says *fails*, just "
     "kept. To show that at most 2 answers in 100 are lost, 149 samples without a loss are needed.\n\n"
     "Errors are of windows and questions alone: each recipe was calibrated once. On some lines samples were added "
-    "after a look at p, which is not corrected for that, nor for the number of lines."
+    "when p had been seen, which is not corrected for that, nor for the number of lines."
 )
-"""How the tables of agreement are read."""
+"""Explanation of the tables of agreement."""
 ALSO = {
     "qjl": "Lemmas 3.2 and 3.5 and Theorem 3.6 are tested by `tests/codecs/test_claims_qjl.py`; Figure 2 is drawn by "
     "`tersekv plot magnitudes`. Table 2 (lm-eval) was not run.",
