@@ -49,7 +49,7 @@ def check(device, call, expected=None):  # noqa: F811
 
 
 @pytest.mark.parametrize("steps", [(), (3,), (2, 5)], ids=str)
-@pytest.mark.parametrize(("R", "n", "D"), [(1, 1, 16), (3, 40, 40), (2, 9, 128)])
+@pytest.mark.parametrize(("R", "n", "D"), [(1, 1, 16), (3, 13, 40), (2, 9, 128)])
 def test_mixed_rates(device, steps, R, n, D):  # noqa: F811
     check(device, mixed_call(R, n, D, D + len(steps), steps))
 
@@ -110,7 +110,7 @@ def test_some_vectors_at_a_time(device, monkeypatch):  # noqa: F811
         assert torch.equal(part, all_)
 
 
-@pytest.mark.parametrize(("D", "n", "empty"), [(40, 1, 0), (64, 45, 2), (128, 5, 0)])
+@pytest.mark.parametrize(("D", "n", "empty"), [(40, 1, 0), (64, 13, 2), (128, 5, 0)])
 def test_vectors(device, D, n, empty):  # noqa: F811
     call = vector_call(D, n)
     call = *call[:6], call[6] + empty, *call[7:]  # words that no row needs
