@@ -182,6 +182,8 @@ class Page:
     @property
     def entries(self) -> list[int]:
         """Number of ragged entries of each block in use."""
+        if self.layout.starts is None:
+            return [0] * len(self)
         return [b - a for a, b in itertools.pairwise([self._end(self.start), *self.ends[self.start : self.stop]])]
 
     def _end(self, block: int) -> int:
