@@ -84,7 +84,7 @@ class Setting:
         """Return the rows to run, by label.
 
         Raises:
-            UserError: there is no row of a chosen label.
+            UserError: no row has one of the chosen labels.
         """
         if unknown := [label for label in self.rows if label not in rows]:
             raise UserError(f"no row {unknown[0]!r}: choose from {'; '.join(rows)}")

@@ -232,8 +232,8 @@ EXPERIMENTS: dict[str, Experiment] = {
         "Random queries, keys and values, outliers in every ninth key channel. Reading the prompt is causal attention "
         "plus packing. This attention is the same for all caches and timed once per round. A decode step appends a "
         "token and attends to all. 64 steps, with the packing that they cause, are averaged. All caches take turns; "
-        "medians of the rounds. KVQuant is calibrated before. `exact` is transformers' own cache, `exact, our kernels` "
-        "16-bit tokens read like packed ones.",
+        "medians of the rounds. KVQuant is calibrated before. `exact` is transformers' own cache, which copies and "
+        "widens all keys at every step, `exact, our kernels` 16-bit tokens read like packed ones.",
         "A figure without numbers, 1k to 128k tokens, one A100. KIVI and QJL at 3 bits hardly slow the prompt and "
         "decode faster than the full cache. KVQuant is slower at both.",
         measure=layer_times,

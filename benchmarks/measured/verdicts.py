@@ -90,7 +90,7 @@ def t_tail(t: float, df: int) -> float:
 def flip_tail(differences: Sequence[float]) -> float:
     """Return the two-sided probability of a sum of differences if each had either sign by chance.
 
-    Of answers that are right or wrong it is the sign test.
+    For answers that are right or wrong, this is the sign test.
     """
     sums = {0.0: 1.0}
     for one in filter(None, differences):
