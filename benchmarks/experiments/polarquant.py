@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from experiments.base import MEASURED_DEFAULT, Experiment, Measured, Questions, Result, Setting
+from experiments.kvquant import ROWS as KVQUANT
+from experiments.qjl import LATEST
 from tersekv.lab.bench import generate
 from tersekv.recipe import Recipe
 
@@ -67,7 +69,7 @@ EXPERIMENTS: dict[str, Experiment] = {
         task="needle",
         options={"pack": "after-prompt", "depths": "0,11,22,33,44,56,67,78,89,100"},
         values=("4k", "8k", "16k", "32k", "64k", "104k"),
-        rows=QUARTER,
+        rows={**QUARTER, "QJL": f"{LATEST}qjl", "KVQuant, 2 bits, 1 %": KVQUANT["nuq2, 1 %"]},
         samples=1,
         metrics=("recall",),
         mean=True,
