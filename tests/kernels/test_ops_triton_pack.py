@@ -49,7 +49,7 @@ def check(device, call, expected=None):  # noqa: F811
 
 
 @pytest.mark.parametrize("steps", [(), (3,), (2, 5)], ids=str)
-@pytest.mark.parametrize(("R", "n", "D"), [(1, 1, 16), (3, 13, 40), (2, 9, 128)])
+@pytest.mark.parametrize(("R", "n", "D"), [(1, 1, 16), (3, 5, 40), (2, 5, 128)])
 def test_mixed_rates(device, steps, R, n, D):  # noqa: F811
     check(device, mixed_call(R, n, D, D + len(steps), steps))
 
@@ -60,20 +60,20 @@ def test_some_vectors_are_searched_again(device, vectors, monkeypatch):  # noqa:
     if device == "cpu" and vectors == 1:
         pytest.skip("interpreting a program for each vector takes long")
     monkeypatch.setattr(encode, "VECTORS", vectors)
-    y, *rest, steps, _ = mixed_call(1, 48, 64, 7)
+    y, *rest, steps, _ = mixed_call(1, 24, 64, 7)
     weight, bits, never = *rest[:2], torch.full((1,), torch.inf)
     once = right(pack_trellis, y, *rest, steps, never)
     size = packed_error(y, weight, bits, *once) / (y.square() * (bits > 0)[:, None]).sum(-1) * (bits > 0).sum()
     order = size[0].argsort()
     y, size, once = y[:, order], size[0, order], [x[:, order] for x in once]
-    enough = size[21:23].mean().float().view(1)
+    enough = size[9:11].mean().float().view(1)
     call = y, *rest, steps, enough
     expected = right(pack_trellis, *call)
     changed = (expected[0] != once[0]).any(-1)[0]
-    assert changed[24:].any()
-    assert not changed[:16].any()
+    assert changed[12:].any()
+    assert not changed[:8].any()
     found = check(device, call, expected)
-    assert torch.equal(found[0][:, :16].cpu(), once[0][:, :16])
+    assert torch.equal(found[0][:, :8].cpu(), once[0][:, :8])
 
 
 def test_edges(device):  # noqa: F811
@@ -110,7 +110,7 @@ def test_some_vectors_at_a_time(device, monkeypatch):  # noqa: F811
         assert torch.equal(part, all_)
 
 
-@pytest.mark.parametrize(("D", "n", "empty"), [(40, 1, 0), (64, 13, 2), (128, 5, 0)])
+@pytest.mark.parametrize(("D", "n", "empty"), [(40, 1, 0), (64, 5, 2), (128, 1, 0)])
 def test_vectors(device, D, n, empty):  # noqa: F811
     call = vector_call(D, n)
     call = *call[:6], call[6] + empty, *call[7:]  # words that no row needs

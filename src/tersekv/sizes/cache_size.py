@@ -97,7 +97,7 @@ def size(
     rows = batch * shape.kv_heads
     calls = Calls(tokens - generated, piece, generated)
     first = next(iter(calls.sizes()), 0)
-    held: dict[tuple[LayerPlan, int | None], tuple[Footprint, list[bool]]] = {}
+    held: dict[tuple[LayerPlan, int | None, int | None], tuple[Footprint, list[bool]]] = {}
     footprints: list[Footprint] = []
     shared: dict[str, int] = {}
     rope_tables: dict[int, Tensor] = {}
@@ -110,13 +110,14 @@ def size(
         if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
             plan, most_tiers = usual(plan, (shape.key_dim, shape.value_dim), shape.kv_heads)
         low = lower_plan(plan, window)
-        if plan.policy.drops and window is None:
-            footprint, tiers = _selected(plan, shape, calls, batch, fullest)
-        else:
-            key = plan._replace(layer=0, scores=None, rates=None), window
-            if key not in held:
-                held[key] = _kept(plan, window, shape, calls, batch)
-            footprint, tiers = copy.deepcopy(held[key])
+        budget = _budget(plan, calls) if plan.policy.drops and window is None else None
+        alike = plan._replace(layer=0, scores=None, rates=None) if budget is None or plan.scores is None else plan
+        key = alike, window, budget
+        if key not in held and budget is None:
+            held[key] = _kept(plan, window, shape, calls, batch)
+        elif key not in held:
+            held[key] = _selected(plan, shape, calls, batch, budget, fullest)
+        footprint, tiers = copy.deepcopy(held[key])
         if low is not None and tiers[1]:
             shared |= _lower_tables(low, shape, batch, footprint, most_tiers - 1)
         for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
@@ -208,24 +209,33 @@ def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Foot
     return shared
 
 
+def _seen(plan: LayerPlan, calls: Calls) -> int:
+    """Return the number of tokens that an evicting policy chooses from."""
+    generated_stay = plan.policy.evicts == "never"
+    return calls.prompt if generated_stay else calls.prompt + calls.generated
+
+
+def _budget(plan: LayerPlan, calls: Calls) -> int:
+    """Return the number of tokens that the layer keeps of them."""
+    return plan.policy.kept(_seen(plan, calls), plan.layer, plan.layers)
+
+
 def _selected(
-    plan: LayerPlan, shape: CacheShape, calls: Calls, batch: int, fullest: bool
+    plan: LayerPlan, shape: CacheShape, calls: Calls, batch: int, budget: int, fullest: bool
 ) -> tuple[Footprint, list[bool]]:
     """Return the same as `_kept` under a policy that evicts tokens.
 
     The policy says how many tokens the heads keep, and the layer's own store counts what holds them.
     Heads are rows of a store with one head, because each is coded by itself.
 
-    fullest: see `size`.
+    budget: see `_budget`. fullest: see `size`.
     """
     rows = batch * shape.kv_heads
     key = torch.empty((rows, 1, 0, shape.key_dim), dtype=shape.dtype, device="meta")
     store = LayerStore(plan, key, key.new_empty((rows, 1, 0, shape.value_dim)))
     chosen, flush = store.chosen[0], store.flush_tokens
     policy = chosen.policy
-    stays = policy.evicts == "never"  # generated tokens are never evicted
-    seen = calls.prompt if stays else calls.prompt + calls.generated
-    budget = policy.kept(seen, plan.layer, plan.layers)
+    stays, seen = policy.evicts == "never", _seen(plan, calls)
     usual = min(policy.recent, policy.latest(budget))
     waits = 0 if policy.evicts == "step" else flush
     late, recent, capacity = _recent(min(seen, usual), usual, waits, flush, calls.generated if stays else 0)
