@@ -5,6 +5,7 @@ The number of launches is counted. On a machine without a GPU Triton interprets 
 
 from __future__ import annotations
 
+import sys
 import weakref
 
 import pytest
@@ -23,7 +24,14 @@ from tersekv.layouts.base import Concat
 from tersekv.layouts.mean_removed import RotatedMean
 from test_ops_triton import Counted, compare, device, moved, pytestmark, right  # noqa: F401
 
-B, H, D, R = 2, 2, 64, 3
+B, H, D, R = 1, 2, 64, 3
+"""One batch row, but for tests with `two_rows`: the interpreter runs a program for each row and head."""
+
+
+@pytest.fixture
+def two_rows(monkeypatch):
+    """Let the test have two batch rows."""
+    monkeypatch.setattr(sys.modules[__name__], "B", 2)
 
 
 def codec_of(name, side):
@@ -108,7 +116,7 @@ def test_pages_of_different_sizes(device, number, launched, short_splits):  # no
 
 @pytest.mark.parametrize("name", ["grid", "polar", "sparse", "sparse blocks", "signs", "trellis"])
 @pytest.mark.parametrize("rows", ["shared", "per row"])
-def test_pages_before_rope(device, name, rows, launched):  # noqa: F811
+def test_pages_before_rope(device, name, rows, launched, two_rows):  # noqa: F811
     """Each page begins at its own position; `shared` positions are consecutive in a page."""
     torch.manual_seed(len(name))
     sizes = (32, 96, 64)
@@ -124,7 +132,7 @@ def test_pages_before_rope(device, name, rows, launched):  # noqa: F811
     assert launched.count("attend") == 1
 
 
-def test_codes_with_a_rotated_mean(device, launched):  # noqa: F811
+def test_codes_with_a_rotated_mean(device, launched, two_rows):  # noqa: F811
     """The mean of each page is rotated to the page's own positions."""
     torch.manual_seed(0)
     sizes = (64, 32, 96)
@@ -140,7 +148,7 @@ def test_codes_with_a_rotated_mean(device, launched):  # noqa: F811
 
 @pytest.mark.parametrize("q", [1, R])
 @pytest.mark.parametrize("masked", [(True,) * 3, (False, True, False), (True, False, True)], ids=str)
-def test_masked_pages(device, q, masked, launched, short_splits):  # noqa: F811
+def test_masked_pages(device, q, masked, launched, short_splits, two_rows):  # noqa: F811
     torch.manual_seed(q)
     sizes = (32, 160, 96)
     masks = [torch.rand(B, q, n) < 0.6 if there else None for n, there in zip(sizes, masked, strict=True)]
@@ -158,7 +166,7 @@ def test_masked_pages(device, q, masked, launched, short_splits):  # noqa: F811
     assert launched.count("attend") == 3
 
 
-def test_columns_of_one_mask_are_read_where_they_are():
+def test_columns_of_one_mask_are_read_where_they_are(two_rows):
     from tersekv.kernels.triton.page_set import joined_mask
 
     mask, sizes = torch.rand(B, R, 40) < 0.5, (7, 1, 20)
@@ -176,7 +184,7 @@ def test_columns_of_one_mask_are_read_where_they_are():
 
 
 @pytest.mark.parametrize("name", ["polar online", "sparse", "trellis"])
-def test_batch_rows_with_their_own_tables(device, name, launched):  # noqa: F811
+def test_batch_rows_with_their_own_tables(device, name, launched, two_rows):  # noqa: F811
     """Tables are fitted per row: one row's pages with the other's tables are far off."""
     torch.manual_seed(3)
     sizes = (64, 32)
@@ -188,7 +196,7 @@ def test_batch_rows_with_their_own_tables(device, name, launched):  # noqa: F811
     assert launched.count("attend") == 1
 
 
-def test_pages_of_different_layouts(device, launched):  # noqa: F811
+def test_pages_of_different_layouts(device, launched, two_rows):  # noqa: F811
     """One launch each. Outputs that need their own map are merged separately."""
     torch.manual_seed(4)
     segments = [
@@ -358,7 +366,7 @@ def test_a_page_set_is_freed_with_its_pages(device):  # noqa: F811
     assert held() is None
 
 
-def test_segments_of_a_step_are_added(device):  # noqa: F811
+def test_segments_of_a_step_are_added(device, two_rows):  # noqa: F811
     """`with_segments` does not change the page set; masks are in the order of preparation."""
     torch.manual_seed(9)
     sizes = (64, 32)
