@@ -41,7 +41,7 @@ NAMES = {"accuracy": "accuracy", "recall": "recall", "gold_nll": "NLL of the ans
 NAMES |= {"kl": "KL divergence (nats)", "perplexity_ratio": "perplexity / full"}
 SHARED = ("command", "commit", "cpu", "isa", "paper", "model", "dtype", "options", "threads", "versions")
 """Fields of the headers of records."""
-ROWS = {"default": "trellis, 3 bits", "HeadKV": "HeadKV, budget .25: half of the bytes"}
+ROWS = {"default": "trellis, 3 bits"}
 """Names of rows that mean something else today."""
 CELLS = "model", "dtype", "column", "row"
 """Fields that name a cell of a table. A run replaces the cells that it has."""

@@ -176,12 +176,11 @@ def page() -> Page:
             Section(
                 "Experiments",
                 "Left out: models of 7 billion parameters, LongBench's and lm-eval's full sets, models at lengths "
-                "above 8,192 tokens, and kernels on a GPU. `--model` and `--values` run them elsewhere. Not finished, "
+                "above 16,384 tokens, and kernels on a GPU. `--model` and `--values` run them elsewhere. Not finished, "
                 "with about the time on one thread of Zen 5: Qwen in windows of 2,048 tokens, 3 minutes for a window "
                 "of 7 rows, 84 seconds for a needle of 2k; RULER at 2k on Gemma 3, 160 minutes for ten samples of "
                 "each task; three calibrations of each row instead of one, three times a table's time; KVQuant's "
-                "Table 5, whose quantised weights are not implemented here; PolarQuant's Table 2 at the paper's "
-                "length, 17 minutes per round on two threads.",
+                "Table 5, whose quantised weights are not implemented here.",
                 contents(),
             ),
             *parts(),
