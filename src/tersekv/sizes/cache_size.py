@@ -17,7 +17,7 @@ from tersekv.cache.filled import Stream, blank_tokens
 from tersekv.cache.footprint import Footprint
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.rotary import Rotary
-from tersekv.policies.base import two_rates
+from tersekv.policies.base import Selection, two_rates
 from tersekv.recipe import LayerPlan, Recipe
 from tersekv.sizes.rate_allotment import usual
 from tersekv.transforms.rope import Rope
@@ -110,13 +110,15 @@ def size(
         if plan.policy.allots and window is None and two_rates(plan.keys, plan.values):
             plan, most_tiers = usual(plan, (shape.key_dim, shape.value_dim), shape.kv_heads)
         low = lower_plan(plan, window)
-        budget = _budget(plan, calls) if plan.policy.drops and window is None else None
+        evicting = plan.policy if isinstance(plan.policy, Selection) and window is None else None
+        budget = None if evicting is None else evicting.kept(_seen(evicting, calls), plan.layer, plan.layers)
         alike = plan._replace(layer=0, scores=None, rates=None) if budget is None or plan.scores is None else plan
         key = alike, window, budget
-        if key not in held and budget is None:
-            held[key] = _kept(plan, window, shape, calls, batch)
-        elif key not in held:
-            held[key] = _selected(plan, shape, calls, batch, budget, fullest)
+        if key not in held:
+            if budget is None:
+                held[key] = _kept(plan, window, shape, calls, batch)
+            else:
+                held[key] = _selected(plan, shape, calls, batch, budget, fullest)
         footprint, tiers = copy.deepcopy(held[key])
         if low is not None and tiers[1]:
             shared |= _lower_tables(low, shape, batch, footprint, most_tiers - 1)
@@ -209,15 +211,9 @@ def _lower_tables(low: LayerPlan, shape: CacheShape, batch: int, footprint: Foot
     return shared
 
 
-def _seen(plan: LayerPlan, calls: Calls) -> int:
-    """Return the number of tokens that an evicting policy chooses from."""
-    generated_stay = plan.policy.evicts == "never"
-    return calls.prompt if generated_stay else calls.prompt + calls.generated
-
-
-def _budget(plan: LayerPlan, calls: Calls) -> int:
-    """Return the number of tokens that the layer keeps of them."""
-    return plan.policy.kept(_seen(plan, calls), plan.layer, plan.layers)
+def _seen(policy: Selection, calls: Calls) -> int:
+    """Return the number of tokens that the policy chooses from. Some policies never evict generated tokens."""
+    return calls.prompt + (0 if policy.evicts == "never" else calls.generated)
 
 
 def _selected(
@@ -228,14 +224,14 @@ def _selected(
     The policy says how many tokens the heads keep, and the layer's own store counts what holds them.
     Heads are rows of a store with one head, because each is coded by itself.
 
-    budget: see `_budget`. fullest: see `size`.
+    budget: tokens that the layer keeps. fullest: see `size`.
     """
     rows = batch * shape.kv_heads
     key = torch.empty((rows, 1, 0, shape.key_dim), dtype=shape.dtype, device="meta")
     store = LayerStore(plan, key, key.new_empty((rows, 1, 0, shape.value_dim)))
     chosen, flush = store.chosen[0], store.flush_tokens
     policy = chosen.policy
-    stays, seen = policy.evicts == "never", _seen(plan, calls)
+    stays, seen = policy.evicts == "never", _seen(policy, calls)
     usual = min(policy.recent, policy.latest(budget))
     waits = 0 if policy.evicts == "step" else flush
     late, recent, capacity = _recent(min(seen, usual), usual, waits, flush, calls.generated if stays else 0)
