@@ -5,7 +5,6 @@ The number of launches is counted. On a machine without a GPU Triton interprets 
 
 from __future__ import annotations
 
-import sys
 import weakref
 
 import pytest
@@ -25,13 +24,12 @@ from tersekv.layouts.mean_removed import RotatedMean
 from test_ops_triton import Counted, compare, device, moved, pytestmark, right  # noqa: F401
 
 B, H, D, R = 1, 2, 64, 3
-"""One batch row, but for tests with `two_rows`: the interpreter runs a program for each row and head."""
 
 
 @pytest.fixture
 def two_rows(monkeypatch):
-    """Let the test have two batch rows."""
-    monkeypatch.setattr(sys.modules[__name__], "B", 2)
+    """Give the test two batch rows. Others have one, because the interpreter runs a program for each row and head."""
+    monkeypatch.setattr(f"{__name__}.B", 2)
 
 
 def codec_of(name, side):
@@ -99,8 +97,7 @@ def short_splits(monkeypatch):
 
 def sizes_of(name):
     """Return three page sizes; two blocks each if channels of blocks differ (else another launch)."""
-    wide = "grid 6 per channel", "grid per channel with factors", "signs per group"
-    return (64, 128, 64) if name in wide else (32, 96, 64)
+    return (64, 128, 64) if name.startswith(("grid 6 per", "grid per channel with", "signs per")) else (32, 96, 64)
 
 
 @pytest.mark.parametrize("number", range(len(FORMATS)), ids=list(FORMATS))
@@ -226,17 +223,14 @@ def test_values_of_other_channels_than_exact_ones_are_not_mixed(device):  # noqa
     assert not sketched.plain
 
 
-RECIPES = benchmark("launches").ATTENDED
-
-
-@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("name", benchmark("launches").ATTENDED)
 def test_launches_do_not_depend_on_the_number_of_pages(device, name):  # noqa: F811
     """One launch reads exact tokens and maps the query, one reads all pages, one merges and maps the output back."""
     if device == "cuda":
         pytest.skip("only counted with interpreted kernels")
-    step = benchmark("launches").attending
-    few, some, many = (step(RECIPES[name], pages) for pages in (1, 5, 20))
-    sketches = {"signs": 8}.get(name, 0)  # torch sketches the query
+    launches = benchmark("launches")
+    few, some, many = (launches.attending(launches.ATTENDED[name], pages) for pages in (1, 5, 20))
+    sketches = 8 if name == "signs" else 0  # torch sketches the query
     assert few == some == many == {"kernels": {"attend": 2, "finish": 1}, "torch": sketches, "waits": 0}
 
 
@@ -330,8 +324,7 @@ def test_a_page_set_is_built_when_pages_change_and_not_otherwise(device, monkeyp
             continue
         got = attend_store(store, AttentionCall(query.to(device), None, 0.125)).cpu()
         tokens_packed = [page.tokens for page in store.packed_pages()]
-        if not packed or packed[-1] != tokens_packed:
-            packed.append(tokens_packed)
+        packed += [tokens_packed] if packed[-1:] != [tokens_packed] else []
         assert made == packed
         if at % 24 == 0:
             with backends.forced("reference"):
