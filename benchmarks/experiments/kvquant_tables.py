@@ -34,7 +34,6 @@ GROUPS: Rows = [
     (f"nf, {HALVES}", "normalfloat", {"group": 32, "zero_point": True}),
 ]
 NUQ: Rows = [("nuq", "kvquant", {"outliers": 0.0}), ("nuq, 1 %", "kvquant", {})]
-SHARES = (0.0, 0.001, 0.005, 0.01)
 
 
 def _percent(share: float) -> str:
@@ -157,7 +156,7 @@ EXPERIMENTS: dict[str, Experiment] = {
             [
                 *BASELINES,
                 *GROUPS,
-                *((f"nuq, {_percent(share)}", "kvquant", {"outliers": share}) for share in SHARES),
+                *((f"nuq, {_percent(share)}", "kvquant", {"outliers": share}) for share in (0.0, 0.001, 0.005, 0.01)),
             ]
         ),
     ),
@@ -205,18 +204,6 @@ EXPERIMENTS: dict[str, Experiment] = {
         f"nuq with 1 % outliers. {PASS}",
         "Q-Norm helps at 2 bits; 3 and 4 bits do not need it.",
         cells=by_bits([("without", "kvquant", {}), ("with Q-Norm", "kvquant", {"q_norm": True})]),
-    ),
-    "datatypes": Windows(
-        "Data types and outliers, keys per channel (ours)",
-        f"All data types with KVQuant's axes: keys per channel before RoPE, values per token. {PASS}",
-        "Not in the paper.",
-        cells=by_bits(
-            [
-                (f"{table}, {_percent(share)}", "kvquant", {"table": table, "outliers": share})
-                for table in ("int", "nf", "nuq")
-                for share in SHARES
-            ]
-        ),
     ),
     "samples": Windows(
         "Samples of calibration (ours)",

@@ -154,8 +154,8 @@ def page() -> Page:
         "papers, because they measured models of 7 billion parameters and more and these have .1 to .5 billion. "
         "`after-prompt`: the whole prompt is read exactly, then packed, as in the papers. `during-prefill`: the "
         "prompt's own attention reads coded tokens. `before-question`: the context is packed before the question is "
-        "read, the default of `tersekv eval`. Where Gemma 3's full cache has more bits than its dtype, it also held tokens "
-        "that had left the sliding windows: their bytes count, but not their elements.",
+        "read, the default of `tersekv eval`. Where Gemma 3's full cache has more bits than its dtype, it also held "
+        "tokens that had left the sliding windows: their bytes count, but not their elements.",
         (
             Section("Agreement", f"{counted()} {HOW}", ""),
             *(
