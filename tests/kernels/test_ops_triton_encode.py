@@ -193,7 +193,7 @@ LAUNCHES = {
 
 @pytest.mark.parametrize(("method", "options"), LAUNCHES, ids=str)
 def test_launches_of_a_block(device, method, options, monkeypatch):  # noqa: F811
-    """The number of launches does not depend on heads and rows."""
+    """The number of launches does not depend on heads."""
     from tersekv.codecs import methods
     from tersekv.kernels.triton import encode_kernels
 
