@@ -286,6 +286,17 @@ def test_rows_of_running_requests_are_never_reused():
         rows.find(pages(1), pages(1))
 
 
+def test_an_idle_row_is_not_given_to_another_page_if_its_own_begins_again():
+    """Page 2 has a row of an ended request, which is the oldest one."""
+    rows = Rows(2)
+    rows.take(pages(2, 1))
+    rows.step += IDLE_STEPS + 1
+    taken = rows.take(pages(4, 2))
+    assert len({*taken}) == 2
+    rows.hold(taken, pages(5, 6))
+    assert rows.find(pages(4, 2), pages(5, 6)).tolist() == taken.tolist()
+
+
 def test_sinks_last_until_their_page_is_written_again():
     sinks = SinkRows()
     first = sinks.take(pages(3, 9))

@@ -74,6 +74,7 @@ class Rows:
         """Return rows for pages that begin in this step: their present rows, or others."""
         self._row = _reaching(self._row, pages)
         rows = self._row[pages]
+        self._used[rows[rows >= 0]] = self.step  # before idle rows are reused
         new = np.flatnonzero(rows < 0)
         if len(new):
             rows[new] = self._free(len(new))
