@@ -218,10 +218,9 @@ def speed_table(records: list[dict[str, Any]]) -> str:
             spent = [statistics.median(t[i] for t in times) for i in (0, 1)]
             faster = [statistics.median(own[i] / t[i] for own, t in zip(native, times, strict=True)) for i in (0, 1)]
             shape = " x ".join(f"{n:,}" for n in one["shape"]) + (", busy" if "beside" in one else "")
-            lines.append(
-                [shape, f"`{recipe}`", f"{spent[0]:.2f}", f"{1e3 * spent[1]:.1f}", *(f"{x:.2f}x" for x in faster)]
-            )
-    columns = ("requests x prompt x new", "cache", "prefill s", "decode ms per step", "prefill", "decode")
+            about = one.get("model", "smollm2"), shape, f"`{recipe}`"
+            lines.append([*about, f"{spent[0]:.2f}", f"{1e3 * spent[1]:.1f}", *(f"{x:.2f}x" for x in faster)])
+    columns = ("model", "requests x prompt x new", "cache", "prefill s", "decode ms per step", "prefill", "decode")
     return markdown(columns, lines)
 
 

@@ -119,11 +119,14 @@ async def stream(session: Any, address: str, ids: list[int], new: int, **more: A
 
 
 async def send(count: int, one: Callable[[Any, int], Awaitable[None]]) -> None:
-    """Call `one` with a session and each number up to `count`, all at once."""
+    """Call `one` with a session and each number up to `count`, all at once.
+
+    Each request has its own connection, because the server closes idle ones, perhaps just when they are used again.
+    """
     import aiohttp
 
-    timeout = aiohttp.ClientTimeout(total=None)
-    async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as session:
+    connector = aiohttp.TCPConnector(limit=0, force_close=True)
+    async with aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=None), connector=connector) as session:
         await asyncio.gather(*(one(session, i) for i in range(count)))
 
 
@@ -274,7 +277,8 @@ def parted(a: list[Any], b: list[Any]) -> tuple[int, float] | None:
 
 
 def compared(pairs: list[tuple[Any, Any]], tie: float) -> dict[str, Any]:
-    """Return how many pairs of answers are the same, part at a tie, or part elsewhere."""
+    """Return how many pairs of answers are the same, part at a tie, or part elsewhere. A lost answer is in no pair."""
+    pairs = [(a, b) for a, b in pairs if a is not None and b is not None]
     gaps = [p[1] for a, b in pairs if (p := parted(a, b)) is not None]
     return {
         "compared": len(pairs), "same": len(pairs) - len(gaps), "ties": sum(gap <= tie for gap in gaps),

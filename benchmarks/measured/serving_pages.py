@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import serving
-from measured.base import Page, Section, cache, estimate, model, rows
+from measured.base import MODELS, Page, Section, cache, estimate, model, rows
 from recorded import markdown
 from tersekv.lab.evals.tasks.base import Estimate
 
@@ -11,13 +11,12 @@ FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_
 OTHER_CPUS = (
     (
         "Zen 5",
-        "The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel. In rows with "
-        "`busy` two processes computed without end beside the engine.",
+        "The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel.",
         "serving_speed_zen5.jsonl",
     ),
     (
         "a Xeon with AMX",
-        "The same on a shared Xeon whose speed varied by a factor of two between rounds, and with it these figures. "
+        "Two threads of a shared Xeon whose speed varied by a factor of two between rounds, and with it these figures. "
         "vLLM's own attention and ours multiply by AMX.",
         "serving_speed_amx.jsonl",
     ),
@@ -88,9 +87,14 @@ def storage_times() -> str:
     return markdown(columns, lines)
 
 
+def tables(*files: str) -> dict[str, str]:
+    """Return the tables of records of engines."""
+    return serving.tables([row | {"model": MODELS.get(row.get("model", ""), "SmolLM2-135M")} for row in rows(*files)])
+
+
 def page() -> Page:
     """Return the page."""
-    made = serving.tables(rows(*FILES))
+    made = tables(*FILES)
     command = "build/serving/vllm/bin/python benchmarks/serving.py {} --out FILE"
     return Page(
         "Serving and prompt caches",
@@ -101,14 +105,15 @@ def page() -> Page:
         (
             Section(
                 "Speed",
-                "Engines in turns in one process, two rounds or three; the last columns compare with vLLM's own cache. "
+                "Engines in turns in one process, two to four rounds; the last columns compare with vLLM's own cache. "
+                "In rows with `busy` two processes computed without end beside the engine. "
                 "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes. 8 x 400 was "
                 "timed last, the other shapes with earlier code.",
                 made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
             ),
             *(
                 Section(
-                    f"Speed on {cpu}", text, serving.tables(rows(file))["speed"], [file],
+                    f"Speed on {cpu}", text, tables(file)["speed"], [file],
                     command.format(
                         "speed --recipes full trellis:bits=3 --calibration FILE --shapes 8x400x129 8x4000x65"
                     ),
