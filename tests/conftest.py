@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests never download
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -26,7 +26,7 @@ from native_calls import ROUNDING_ISAS
 from tersekv.calibration import calibrate, find, first_use
 from tersekv.cli import output
 from tersekv.codecs import methods, registered
-from tersekv.kernels import cpu
+from tersekv.kernels import cpu, triton
 from tersekv.models import loading
 from tersekv.recipe import LayerPlan, Recipe
 
@@ -153,6 +153,24 @@ def short_calibrations(tmp_path_factory) -> Iterator[None]:
         patch.setattr(find, "cache_dir", cache_dir)
         patch.setattr(first_use, "SAMPLES", 2)
         patch.setattr(first_use, "LENGTH", 48)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def language_prepared_once() -> Iterator[None]:
+    """Triton's interpreter prepares its language once per launch, and not again in each call of a device function.
+
+    It looks through all names of the language for that, which takes longer than most device functions.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if triton.why_not_installed() is None:
+            from triton import language
+            from triton.runtime import interpreter
+
+            prepare, names = interpreter._patch_lang, {"tl": language, "core": language.core}
+            patch.setattr(interpreter, "_patch_lang", lambda _: prepare(SimpleNamespace(__globals__=names)))
+            run = interpreter.InterpretedFunction.rewrite
+            patch.setattr(interpreter.InterpretedFunction, "__call__", lambda f, *args, **more: run(f)(*args, **more))
         yield
 
 

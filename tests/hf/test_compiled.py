@@ -23,7 +23,7 @@ from tersekv.hf.cache import CompressedCache
 from tersekv.hf.layer import CompressedLayer
 from tersekv.versions import cache_argument, release
 
-GREEDY = {"max_new_tokens": 200, "do_sample": False, "pad_token_id": 0}
+GREEDY = {"max_new_tokens": 160, "do_sample": False, "pad_token_id": 0}
 
 
 @pytest.fixture(autouse=True)
@@ -87,7 +87,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "recipe", "dtype", "rows"), CASES)
 def test_generate_gives_eager_tokens_with_one_graph(name, recipe, dtype, rows):
-    """200 tokens include several packing steps, and the second call compiles nothing.
+    """160 tokens include several packing steps, and the second call compiles nothing.
 
     Gemma 2 has softcaps and sliding windows, GPT-OSS attention sinks.
     """

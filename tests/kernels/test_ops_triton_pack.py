@@ -49,7 +49,7 @@ def check(device, call, expected=None):  # noqa: F811
 
 
 @pytest.mark.parametrize("steps", [(), (3,), (2, 5)], ids=str)
-@pytest.mark.parametrize(("R", "n", "D"), [(1, 1, 16), (3, 5, 40), (2, 5, 128)])
+@pytest.mark.parametrize(("R", "n", "D"), [(1, 1, 16), (3, 5, 40), (2, 2, 128)])
 def test_mixed_rates(device, steps, R, n, D):  # noqa: F811
     check(device, mixed_call(R, n, D, D + len(steps), steps))
 
@@ -103,14 +103,14 @@ def test_nothing_to_code(device):  # noqa: F811
 
 
 def test_some_vectors_at_a_time(device, monkeypatch):  # noqa: F811
-    call = mixed_call(2, 7, 16)
+    call = mixed_call(2, 4, 16)
     whole = check(device, call)
     monkeypatch.setattr(encode, "VECTORS_AT_A_TIME", 6)
     for part, all_ in zip(check(device, call), whole, strict=True):
         assert torch.equal(part, all_)
 
 
-@pytest.mark.parametrize(("D", "n", "empty"), [(40, 1, 0), (64, 5, 2), (128, 1, 0)])
+@pytest.mark.parametrize(("D", "n", "empty"), [(40, 1, 0), (64, 3, 2), (128, 1, 0)])
 def test_vectors(device, D, n, empty):  # noqa: F811
     call = vector_call(D, n)
     call = *call[:6], call[6] + empty, *call[7:]  # words that no row needs

@@ -52,20 +52,20 @@ def filled(recipe, B, T, D, dtype, padding, options=""):
 def test_stores(device, recipe, dtype, D, G, q, padding, monkeypatch):  # noqa: F811
     from tersekv.kernels.triton import launch
 
-    padded = None if padding is None else torch.tensor(padding)
-    s = filled(recipe, 2, 85, D, dtype, padded)
+    padded, B = (None, 1) if padding is None else (torch.tensor(padding), 2)
+    s = filled(recipe, B, 85, D, dtype, padded)
     mask = None
     if padded is not None:
         seen = torch.arange(85) <= torch.arange(85 - q, 85)[:, None]
         mask = seen & (torch.arange(85) >= padded[:, None, None])
-    query = torch.randn(2, 2 * G, q, D, generator=torch.Generator().manual_seed(q)).to(dtype)
+    query = torch.randn(B, 2 * G, q, D, generator=torch.Generator().manual_seed(q)).to(dtype)
     with backends.forced("reference"):
         expected = attend_store(s, AttentionCall(query, mask, D**-0.5)).float()
     s.to(device)
     launched = []
     monkeypatch.setattr(launch.kernels, "attend", Counted(launch.kernels.attend, "attend", launched))
     got = attend_store(s, AttentionCall(query.to(device), moved(mask, device), D**-0.5))
-    assert (got.dtype, got.shape) == (dtype, (2, q, 2 * G, D))
+    assert (got.dtype, got.shape) == (dtype, (B, q, 2 * G, D))
     assert len(launched) == 2  # packed tokens; sinks and the window
     bound = OUT + 2 * torch.finfo(dtype).eps  # both are rounded
     assert (got.cpu().float() - expected).norm() <= bound * expected.norm()
@@ -216,15 +216,14 @@ def test_a_call_of_static_capacity_is_replayed(device, name, monkeypatch):  # no
     args = [moved(x, device) for x in (query, keys, values, pages, p, mask, *rest)]
     attend = backends.attend_pages.run
     replay, outs = captured(lambda: attend(*args), device, monkeypatch)
-    for table in (torch.tensor([[4, -1, -1, -1], [3, 0, 6, 2]]), torch.tensor([[1, 6, 5, -1], [0, -1, -1, -1]])):
-        query, pages = torch.randn_like(query), table.int()
-        held = (pages >= 0).repeat_interleave(p, dim=1)
-        mask = held[:, None] & (torch.rand_like(mask, dtype=torch.float32) < 0.9)
-        for there, now in zip((args[0], args[3], args[5]), (query, pages, mask), strict=True):
-            there.copy_(now)
-        replay()
-        expected = right(reference, query, keys, values, pages, p, mask, *rest)
-        compare(outs, expected, float((query @ keys.decode().mT).abs().max()) * rest[0])
+    query, pages = torch.randn_like(query), torch.tensor([[4, -1, -1, -1], [3, 0, 6, 2]]).int()
+    held = (pages >= 0).repeat_interleave(p, dim=1)
+    mask = held[:, None] & (torch.rand_like(mask, dtype=torch.float32) < 0.9)
+    for there, now in zip((args[0], args[3], args[5]), (query, pages, mask), strict=True):
+        there.copy_(now)
+    replay()
+    expected = right(reference, query, keys, values, pages, p, mask, *rest)
+    compare(outs, expected, float((query @ keys.decode().mT).abs().max()) * rest[0])
 
 
 def captured(run, device, monkeypatch):  # noqa: F811
