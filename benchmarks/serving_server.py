@@ -38,6 +38,7 @@ from pathlib import Path
 from typing import Any
 
 from recorded import markdown, record
+from tersekv.lab.evals import runs
 
 FULL = "full"
 NATIVE_TOKENS_IN_1_GIB = 46_592
@@ -326,7 +327,7 @@ def robust(args: argparse.Namespace) -> None:
         "after_restart": compared([(found[i], b) for i, b in zip(again, alone, strict=True)], args.tie),
     }  # fmt: skip
     record(args.out, {"model": args.model, "threads": args.threads}, [row])
-    print(robust_table([row]))
+    print(robust_table(runs.read(args.out)[-1:]))
 
 
 def robust_table(records: list[dict[str, Any]]) -> str:
