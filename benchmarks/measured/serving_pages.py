@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import serving
-from measured.base import MODELS, Page, Section, cache, estimate, model, rows
+from measured.base import Page, Section, cache, estimate, model, rows
 from recorded import markdown
 from tersekv.lab.evals.tasks.base import Estimate
 
 FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
+BUSY = "In rows with `busy` two processes computed without end beside the engine."
 OTHER_CPUS = (
     (
         "Zen 5",
-        "The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel.",
+        f"The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel. {BUSY}",
         "serving_speed_zen5.jsonl",
     ),
     (
         "a Xeon with AMX",
-        "Two threads of a shared Xeon whose speed varied by a factor of two between rounds, and with it these figures. "
-        "vLLM's own attention and ours multiply by AMX.",
+        "Two threads of a shared Xeon, whose speed varied by a factor of two between rounds. vLLM's own attention and "
+        f"ours multiply by AMX. {BUSY}",
         "serving_speed_amx.jsonl",
     ),
 )
@@ -89,7 +90,7 @@ def storage_times() -> str:
 
 def tables(*files: str) -> dict[str, str]:
     """Return the tables of records of engines."""
-    return serving.tables([row | {"model": MODELS.get(row.get("model", ""), "SmolLM2-135M")} for row in rows(*files)])
+    return serving.tables([row | {"model": model({"model": "smollm2"} | row)} for row in rows(*files)])
 
 
 def page() -> Page:
@@ -106,7 +107,6 @@ def page() -> Page:
             Section(
                 "Speed",
                 "Engines in turns in one process, two to four rounds; the last columns compare with vLLM's own cache. "
-                "In rows with `busy` two processes computed without end beside the engine. "
                 "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes. 8 x 400 was "
                 "timed last, the other shapes with earlier code.",
                 made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
@@ -115,7 +115,7 @@ def page() -> Page:
                 Section(
                     f"Speed on {cpu}", text, tables(file)["speed"], [file],
                     command.format(
-                        "speed --recipes full trellis:bits=3 --calibration FILE --shapes 8x400x129 8x4000x65"
+                        "speed --model smollm2 --recipes full kivi:bits=4 --shapes 8x400x129 8x4000x65"
                     ),
                 )
                 for cpu, text, file in OTHER_CPUS
@@ -128,10 +128,11 @@ def page() -> Page:
             ),
             Section(
                 "A thousand requests",
-                "Zen 5, and a Xeon for `amx`, float32, 8 to 200 prompt tokens, 4 to 48 new ones, 48 at once; a third "
-                "share a beginning, a tenth are repeated, 100 are closed early, and the server is killed and started "
-                "again. At a tie two tokens' logits differ by less than 0.01. Kernels with `avx512bf16` round products "
-                "of few queries to bfloat16, so how prompts are cut changes their logits by up to 0.03.",
+                "Two threads of Zen 5, and one of a Xeon for `amx`; float32, 8 to 200 prompt tokens, 4 to 48 new ones, "
+                "48 at once; a third share a beginning, a tenth are repeated, 100 are closed early, and the server is "
+                "killed and started again. At a tie two tokens' logits differ by less than 0.01. Kernels with "
+                "`avx512bf16` round products of few queries to bfloat16, so how prompts are cut changes their logits "
+                "by up to 0.03.",
                 made["robust"], FILES[3:], command.format("robust --recipe turboquant:bits=4"),
             ),
             Section(

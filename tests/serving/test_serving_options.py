@@ -133,7 +133,8 @@ def test_layers_that_cannot_be_packed(change, words):
         ("attention_config", {"use_non_causal": True}, "read in both directions"),
         ("parallel_config", {"decode_context_parallel_size": 2}, "context parallelism"),
         ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
-        ("speculative_config", {"enable_adaptive_verification": True}, "adaptive verification"),
+        ("speculative_config", {"enable_adaptive_verification": True, "num_speculative_tokens": 3}, "adaptive verif"),
+        ("speculative_config", {"enable_adaptive_verification": False, "num_speculative_tokens": 31}, "more than 30"),
         ("kv_transfer_config", {}, "a KV connector"),
     ],
 )

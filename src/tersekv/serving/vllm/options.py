@@ -86,6 +86,10 @@ def checked(text: str) -> Recipe:
     return recipe
 
 
+MOST_GUESSED = BLOCK_TOKENS - 2
+"""Tokens guessed in a step, at most. With more a step may fill a page that it began and then take tokens back."""
+
+
 def why_not_engine(vllm_config: Any) -> str | None:
     """Return the reason why an engine with this configuration does not support packed pages; None
     if it does."""
@@ -96,6 +100,7 @@ def why_not_engine(vllm_config: Any) -> str | None:
         "reference sliding windows": model.rswa_window is not None,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
         "adaptive verification": guess is not None and guess.enable_adaptive_verification,
+        f"more than {MOST_GUESSED} guessed tokens": guess is not None and guess.num_speculative_tokens > MOST_GUESSED,
     }
     found = [name for name, value in asked.items() if value]
     return f"the engine has {', '.join(found)}, which packed pages do not support yet" if found else None
