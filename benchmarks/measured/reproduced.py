@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import math
-import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -198,7 +197,7 @@ def kvquant_page() -> Page:
         "without outliers is 5.94 there and 5.87 in Table 18. Calibrated on 16 samples of 2,048 tokens of wikitext-2's "
         "training text, or on 4 of 512 where a table says so, which is a smaller test than the paper's. "
         f"{calibrations()}Outliers of "
-        f"values are whole numbers per token, rounded down: {shares()}.{older()}",
+        f"values are whole numbers per token, rounded down: {shares()}.",
         (Section("Agreement",
                  "Claims are at 3 bits unless they say otherwise. [How to read a line](papers.md#agreement).",
                  verdicts_of(PERPLEXITIES), ["papers/kvquant.jsonl"]), *experiments("kvquant", "kvquant", said)),
@@ -211,23 +210,6 @@ def shares() -> str:
     ones = ", ".join(f"{(one := whole_share(0.01, n))} of {n} on {name} ({100 * one / n:.2f} %)" for name, n in models)
     halves = ", ".join(f"{whole_share(0.005, n) or 'none'} on {name}" for name, n in models)
     return f"1 % are {ones}; .5 % are {halves}; .1 % are none"
-
-
-def older() -> str:
-    """Return which columns were run before k-means and the rounding of outliers changed."""
-    tables: dict[str, dict[str, bool]] = {}
-    for r in papers.read_lines("kvquant"):
-        if r["model"] == "smollm2" and r["table"] in kvquant_tables.EXPERIMENTS:
-            changed = "kvquant" in (r["recipe"] or "") and not re.search(r"outliers=0,.*table=", r["recipe"])
-            title = kvquant_tables.EXPERIMENTS[r["table"]].title.partition(":")[0].partition(" (")[0]
-            columns = tables.setdefault(title, {})
-            columns[r["column"]] = columns.get(r["column"], False) or (changed and "commit" not in r)
-    named = []
-    for title, columns in tables.items():
-        old = [column for column, is_old in columns.items() if is_old]
-        named += [title if len(old) == len(columns) else f"{title} ({', '.join(old)})"] if old else []
-    text = f" Run when outliers were rounded up and k-means started at random, on SmolLM2-135M: {'; '.join(named)}."
-    return text if named else ""
 
 
 def calibrations() -> str:
