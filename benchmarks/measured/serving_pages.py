@@ -8,6 +8,7 @@ from recorded import markdown
 from tersekv.lab.evals.tasks.base import Estimate
 
 FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
+PYTHON = "build/serving/vllm/bin/python"
 BUSY = "In rows with `busy` two processes computed without end beside the engine."
 OTHER_CPUS = (
     (
@@ -96,7 +97,7 @@ def tables(*files: str) -> dict[str, str]:
 def page() -> Page:
     """Return the page."""
     made = tables(*FILES)
-    command = "build/serving/vllm/bin/python benchmarks/serving.py {} --out FILE"
+    command = f"{PYTHON} benchmarks/serving.py {{}} --out FILE"
     return Page(
         "Serving and prompt caches",
         "vLLM on CPUs with packed pages: speed, memory pressure, a thousand requests, agreement; prompt caches on "
@@ -114,9 +115,7 @@ def page() -> Page:
             *(
                 Section(
                     f"Speed on {cpu}", text, tables(file)["speed"], [file],
-                    command.format(
-                        "speed --model smollm2 --recipes full kivi:bits=4 --shapes 8x400x129 8x4000x65"
-                    ),
+                    "\n".join(dict.fromkeys(f"{PYTHON} benchmarks/{row['command']}" for row in rows(file))),
                 )
                 for cpu, text, file in OTHER_CPUS
             ),

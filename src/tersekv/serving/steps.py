@@ -80,7 +80,7 @@ class Rows:
             rows[new] = self._free(len(new))
             self._row[pages[new]] = rows[new]
             self._page[rows[new]] = pages[new]
-        self._used[rows] = self.step
+            self._used[rows[new]] = self.step
         return rows
 
     def hold(self, rows: Ints, tokens: Ints) -> None:
