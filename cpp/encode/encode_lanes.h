@@ -1,9 +1,10 @@
 // Encoding of the `grid` layout: ranges, nearest codes, packing. Lanes are tokens or channels; rows
-// of L lanes are contiguous. Plain loops, which the compiler vectorises.
+// of L lanes are contiguous.
 #pragma once
 
 #include "encoders.h"
 #include "half_words.h"
+#include "native_vectors.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the encoders
@@ -12,22 +13,28 @@ namespace {  // internal to each build of the encoders
 constexpr float kRounder = 12582912.0f;
 constexpr int64_t kCountedBits = 4;  // for wider codes the nearest entry is found by bisection
 
-// Load a block as rows [P, lanes]: lanes are tokens and rows channels, or the other way round.
-float* load_rows(const TokenBlocks& x, int64_t block, bool tokens, int64_t lanes) {
+// A block as rows of lanes, `stride` apart. Lanes are tokens and rows channels, or the other way round.
+struct LaneRows {
+  const float* first;
+  int64_t stride;
+  const float* row(int64_t p) const { return first + p * stride; }
+};
+
+// Return the P rows of L lanes of a block, copied unless they are in memory with `lanes` lanes. Further lanes are zero.
+LaneRows lane_rows(const TokenBlocks& x, int64_t block, bool tokens, int64_t lanes) {
   const int64_t P = tokens ? x.D : x.t, L = tokens ? x.t : x.D;
   const int64_t across = tokens ? x.stride_c : x.stride_t, along = tokens ? x.stride_t : x.stride_c;
   const float* first = x.block(block);
+  if (along == 1 && lanes == L) return {first, across};
   float* rows = scratch(P * lanes);
-  for (int64_t p = 0; p < P; p++) {
-    float* row = rows + p * lanes;
-    const float* from = first + p * across;
-    if (along == 1)
-      for (int64_t i = 0; i < L; i++) row[i] = from[i];
-    else
-      for (int64_t i = 0; i < L; i++) row[i] = from[i * along];
-    for (int64_t i = L; i < lanes; i++) row[i] = 0.0f;
-  }
-  return rows;
+  if (across == 1)
+    transpose_vectors(first, along, L, P, lanes, rows);
+  else
+    for (int64_t p = 0; p < P; p++) {
+      for (int64_t i = 0; i < L; i++) rows[p * lanes + i] = first[p * across + i * along];
+      for (int64_t i = L; i < lanes; i++) rows[p * lanes + i] = 0.0f;
+    }
+  return {rows, lanes};
 }
 
 // Compute the ranges of a block's groups. Elements that share a range are in one lane.
@@ -35,15 +42,27 @@ void find_ranges(const GroupRanges& call, int64_t block) {
   reset_scratch();
   const TokenBlocks& x = call.x;
   const int64_t P = call.per_token ? x.D : x.t, L = call.per_token ? x.t : x.D, groups = P / call.group;
-  const float* rows = load_rows(x, block, call.per_token, L);
+  const LaneRows rows = lane_rows(x, block, call.per_token, L);
   for (int64_t g = 0; g < groups; g++) {
     float *low = call.low + (block * groups + g) * L, *high = call.high + (block * groups + g) * L;
-    const float* row = rows + g * call.group * L;
-    for (int64_t i = 0; i < L; i++) low[i] = high[i] = row[i];
-    for (int64_t p = 1; p < call.group; p++) {
-      row += L;
-      for (int64_t i = 0; i < L; i++) {  // NaN stays NaN
-        const float y = row[i];
+    int64_t i = 0;
+    for (; i + kVectorFloats <= L; i += kVectorFloats) {
+      FloatVector least = load_vector(rows.row(g * call.group) + i), most = least;
+      IntVector unordered = least != least;
+      for (int64_t p = 1; p < call.group; p++) {
+        const FloatVector y = load_vector(rows.row(g * call.group + p) + i);
+        least = y < least ? y : least;
+        most = y > most ? y : most;
+        unordered |= y != y;
+      }
+      const FloatVector none = FloatVector{} + __builtin_nanf("");  // NaN stays NaN
+      store_vector(low + i, unordered ? none : least);
+      store_vector(high + i, unordered ? none : most);
+    }
+    for (; i < L; i++) {
+      low[i] = high[i] = rows.row(g * call.group)[i];
+      for (int64_t p = 1; p < call.group; p++) {
+        const float y = rows.row(g * call.group + p)[i];
         low[i] = (y < low[i]) | (y != y) ? y : low[i];
         high[i] = (y > high[i]) | (y != y) ? y : high[i];
       }
@@ -51,34 +70,39 @@ void find_ranges(const GroupRanges& call, int64_t block) {
   }
 }
 
-// A scale or offset as rows of lanes.
+// A scale or offset as rows of lanes; `missing` everywhere if there is none.
 struct LanePlane {
   float* rows = nullptr;    // `own`: [groups, lanes], one entry per lane; else [P, lane groups]
   float* spread = nullptr;  // not `own`: [lanes], one row repeated over the lanes
   bool own = false;
   int64_t group = 1, L = 0, lanes = 0;
 
-  LanePlane(const EncodeGrid& call, const ScalePlane& plane, int64_t block, bool divisor)
-      : own(call.of_keys == call.per_token), group(call.group), L(call.packed.L), lanes(call.packed.lanes()) {
+  LanePlane(const EncodeGrid& call, const ScalePlane& plane, int64_t block, float missing)
+      : own(plane.data && call.of_keys == call.per_token),
+        group(call.group),
+        L(call.packed.L),
+        lanes(call.packed.lanes()) {
+    if (!own) {
+      spread = scratch(lanes);
+      for (int64_t i = 0; i < lanes; i++) spread[i] = missing;
+    }
     if (!plane.data) return;
     const float* first = plane.block(block, call.x);
     const int64_t P = call.packed.P, count = own ? P / group : P, width = own ? L : L / group,
                   room = own ? lanes : width;
     const int64_t across = own ? plane.stride[3] : plane.stride[4], along = own ? plane.stride[4] : plane.stride[3];
     rows = scratch(count * room);
-    if (!own) spread = scratch(lanes);
     for (int64_t r = 0; r < count; r++) {
       float* row = rows + r * room;
       const float* from = first + r * across;
       for (int64_t i = 0; i < width; i++) row[i] = from[i * along];
-      for (int64_t i = width; i < room; i++) row[i] = 1.0f;
-      for (int64_t i = 0; divisor && i < room; i++) row[i] = row[i] == 0.0f ? 1.0f : row[i];
+      for (int64_t i = width; i < room; i++) row[i] = missing;
     }
-    for (int64_t i = 0; !own && i < lanes; i++) spread[i] = 1.0f;
   }
 
   const float* row(int64_t p) const {
     if (own) return rows + p / group * lanes;
+    if (!rows) return spread;
     const int64_t width = L / group;
     for (int64_t g = 0; g < width; g++) {
       const float entry = rows[p * width + g];
@@ -88,28 +112,25 @@ struct LanePlane {
   }
 };
 
-void nearest_integers(const float* y, int64_t lanes, int64_t bits, int32_t* codes) {
-  const auto most = static_cast<float>((1 << bits) - 1);
-  for (int64_t i = 0; i < lanes; i++) {
-    float inside = y[i] > 0.0f ? y[i] : 0.0f;
-    inside = inside < most ? inside : most;
-    codes[i] = static_cast<int32_t>((inside + kRounder) - kRounder);
-  }
+inline IntVector nearest_integers(FloatVector y, int64_t bits) {
+  const FloatVector most = FloatVector{} + static_cast<float>((1 << bits) - 1);
+  y = y > 0.0f ? y : FloatVector{};
+  y = y < most ? y : most;
+  return __builtin_convertvector((y + kRounder) - kRounder, IntVector);
 }
 
-// Nearest code: the number of midpoints below the element. Ties go to the lower entry.
-void nearest_entries(const float* y, int64_t lanes, int64_t bits, const float* middles, int32_t* codes) {
-  const int32_t last = (1 << bits) - 1;
-  if (bits <= kCountedBits) {
-    for (int64_t i = 0; i < lanes; i++) codes[i] = last;
-    for (int32_t m = 0; m < last; m++)
-      for (int64_t i = 0; i < lanes; i++) codes[i] -= y[i] <= middles[m] ? 1 : 0;
-    return;
+// Nearest codes: the numbers of midpoints below each element. Ties go to the lower entry.
+inline IntVector nearest_entries(FloatVector y, int64_t bits, const float* middles) {
+  if (bits > kCountedBits) {
+    IntVector codes = {};
+    for (int32_t half = 1 << (bits - 1); half > 0; half /= 2)
+      for (int i = 0; i < kVectorFloats; i++) codes[i] += y[i] <= middles[codes[i] + half - 1] ? 0 : half;
+    return codes;
   }
-  for (int64_t i = 0; i < lanes; i++) codes[i] = 0;
-  for (int64_t half = int64_t{1} << (bits - 1); half > 0; half /= 2)
-    for (int64_t i = 0; i < lanes; i++)
-      codes[i] += y[i] <= middles[codes[i] + half - 1] ? 0 : static_cast<int32_t>(half);
+  const int32_t last = (1 << bits) - 1;
+  IntVector codes = IntVector{} + last;
+  for (int32_t m = 0; m < last; m++) codes += y <= middles[m];
+  return codes;
 }
 
 // Pack codes [P, lanes], zero for lanes that do not exist, into the words of a block.
@@ -144,24 +165,19 @@ void grid_codes(const EncodeGrid& call, int64_t block) {
   reset_scratch();
   const LaneWords& packed = call.packed;
   const int64_t lanes = packed.lanes();
-  float* rows = load_rows(call.x, block, call.of_keys, lanes);
-  const LanePlane scale(call, call.scale, block, true), offset(call, call.offset, block, false);
+  const LaneRows rows = lane_rows(call.x, block, call.of_keys, lanes);
+  const LanePlane scale(call, call.scale, block, 1.0f), offset(call, call.offset, block, 0.0f);
   int32_t* codes = scratch_of<int32_t>(packed.P * lanes);
   for (int64_t p = 0; p < packed.P; p++) {
-    float* y = rows + p * lanes;
-    if (offset.rows) {
-      const float* from = offset.row(p);
-      for (int64_t i = 0; i < lanes; i++) y[i] -= from[i];
-    }
-    if (scale.rows) {
-      const float* step = scale.row(p);
-      for (int64_t i = 0; i < lanes; i++) y[i] /= step[i];
-    }
+    const float *x = rows.row(p), *from = offset.row(p), *step = scale.row(p);
     int32_t* row = codes + p * lanes;
-    if (call.middles)
-      nearest_entries(y, lanes, packed.bits, call.middles, row);
-    else
-      nearest_integers(y, lanes, packed.bits, row);
+    for (int64_t i = 0; i < lanes; i += kVectorFloats) {
+      FloatVector divisor = load_vector(step + i);
+      divisor = divisor == 0.0f ? FloatVector{} + 1.0f : divisor;
+      const FloatVector y = (load_vector(x + i) - load_vector(from + i)) / divisor;
+      store_vector(row + i,
+                   call.middles ? nearest_entries(y, packed.bits, call.middles) : nearest_integers(y, packed.bits));
+    }
     for (int64_t i = packed.L; i < lanes; i++) row[i] = 0;
   }
   pack_rows(codes, packed, block);

@@ -32,7 +32,7 @@ void polar_block(const EncodePolar& call, int64_t block) {
   const int64_t t = call.t, lanes = round_up(t, kLanes);
   float* radii = scratch(call.D * lanes);
   auto* codes = scratch_of<int32_t>(lanes);
-  transpose_vectors(call.x + block * t * call.D, t, call.D, lanes, radii);
+  transpose_vectors(call.x + block * t * call.D, call.D, t, call.D, lanes, radii);
   uint8_t* out = call.angles + block * call.bytes * t;
   std::memset(out, 0, call.bytes * t);
   int64_t bit = 0, count = call.D;

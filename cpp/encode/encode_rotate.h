@@ -4,59 +4,71 @@
 
 #include "encoders.h"
 #include "native_vectors.h"
+#include "unroll.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the encoders
 
-constexpr int kRotatedRows = 4;  // matrix rows that are multiplied at a time
 constexpr int kDoubles = kVectorBytes / 8;
+// A tile of matrix rows and vectors whose sums fit into registers: 32 with AVX-512, else 16.
+constexpr int kRotatedRows = 4, kRotatedColumns = kVectorBytes == 64 ? 4 : 2;
 
 typedef double DoubleVector __attribute__((vector_size(kVectorBytes)));
+typedef float RoundedVector __attribute__((vector_size(kVectorBytes / 2)));
 
 // Vectors of a group as rows [D, kVectorsAtOnce]; missing vectors are zeros.
 struct RotatedGroup {
+  static constexpr int64_t V = kVectorsAtOnce;
+  const Rotate& call;
   int64_t first, n;
+  float* turned;
   double* rows;
 
-  RotatedGroup(const Rotate& call, int64_t group) : first(group * kVectorsAtOnce), n(call.rows - first) {
-    if (n > kVectorsAtOnce) n = kVectorsAtOnce;
+  RotatedGroup(const Rotate& call, int64_t group) : call(call), first(group * V), n(call.rows - first) {
+    if (n > V) n = V;
     reset_scratch();
-    rows = scratch_of<double>(kVectorsAtOnce * call.D);
+    turned = scratch(V * call.D);
+    rows = scratch_of<double>(V * call.D);
+    transpose_vectors(call.x + first * call.D, call.D, n, call.D, V, turned);
     for (int64_t d = 0; d < call.D; d++) {
-      const float* x = call.x + first * call.D + (call.order ? call.order[d] : d);
+      const float* x = turned + (call.order ? call.order[d] : d) * V;
       const double sign = call.order ? call.signs[d] : 1.0;
-      for (int64_t i = 0; i < kVectorsAtOnce; i++) rows[d * kVectorsAtOnce + i] = i < n ? x[i * call.D] * sign : 0.0;
+      for (int64_t i = 0; i < V; i++) rows[d * V + i] = x[i] * sign;
     }
   }
+
+  // Store `turned` [D, kVectorsAtOnce] as the group's results.
+  void store() const { transpose_matrix(turned, V, call.D, n, call.out + first * call.D, call.D); }
 };
 
 void rotate_dense(const Rotate& call, int64_t group) {
   const RotatedGroup x(call, group);
+  constexpr int64_t V = kVectorsAtOnce, width = kRotatedColumns * kDoubles;
   const int64_t D = call.D;
   for (int64_t row = 0; row < D; row += kRotatedRows) {
-    const int64_t rows = D - row < kRotatedRows ? D - row : kRotatedRows;
     const double* at[kRotatedRows];
-    for (int r = 0; r < kRotatedRows; r++) at[r] = call.matrix + (row + (r < rows ? r : 0)) * D;
-    for (int64_t i = 0; i < kVectorsAtOnce; i += 2 * kDoubles) {
-      DoubleVector low[kRotatedRows] = {}, high[kRotatedRows] = {};
+    for (int r = 0; r < kRotatedRows; r++) at[r] = call.matrix + (row + r < D ? row + r : row) * D;
+    for (int64_t i = 0; i < V; i += width) {
+      DoubleVector sums[kRotatedRows][kRotatedColumns] = {};
       for (int64_t d = 0; d < D; d++) {
-        DoubleVector x_low, x_high;
-        std::memcpy(&x_low, x.rows + d * kVectorsAtOnce + i, sizeof(x_low));
-        std::memcpy(&x_high, x.rows + d * kVectorsAtOnce + i + kDoubles, sizeof(x_high));
-        for (int r = 0; r < kRotatedRows; r++) {
-          low[r] += x_low * at[r][d];
-          high[r] += x_high * at[r][d];
-        }
+        DoubleVector of[kRotatedColumns];
+        repeat<kRotatedColumns>(
+            [&](auto c) TERSEKV_INLINE { std::memcpy(&of[c], x.rows + d * V + i + c * kDoubles, sizeof(of[c])); });
+        repeat<kRotatedRows>([&](auto r) TERSEKV_INLINE {
+          const double entry = at[r][d];
+          repeat<kRotatedColumns>([&](auto c) TERSEKV_INLINE { sums[r][c] += of[c] * entry; });
+        });
       }
-      double sums[kRotatedRows][2 * kDoubles];
-      for (int r = 0; r < kRotatedRows; r++) {
-        std::memcpy(sums[r], &low[r], sizeof(low[r]));
-        std::memcpy(sums[r] + kDoubles, &high[r], sizeof(high[r]));
-      }
-      for (int64_t k = 0; k < 2 * kDoubles && i + k < x.n; k++)
-        for (int64_t r = 0; r < rows; r++) call.out[(x.first + i + k) * D + row + r] = static_cast<float>(sums[r][k]);
+      repeat<kRotatedRows>([&](auto r) TERSEKV_INLINE {
+        if (row + r < D)
+          repeat<kRotatedColumns>([&](auto c) TERSEKV_INLINE {
+            const auto rounded = __builtin_convertvector(sums[r][c], RoundedVector);
+            std::memcpy(x.turned + (row + r) * V + i + c * kDoubles, &rounded, sizeof(rounded));
+          });
+      });
     }
   }
+  x.store();
 }
 
 void rotate_hadamard(const Rotate& call, int64_t group) {
@@ -72,9 +84,8 @@ void rotate_hadamard(const Rotate& call, int64_t group) {
           b[i] = difference;
         }
       }
-  for (int64_t i = 0; i < x.n; i++)
-    for (int64_t d = 0; d < call.D; d++)
-      call.out[(x.first + i) * call.D + d] = static_cast<float>(x.rows[d * V + i] * call.scale);
+  for (int64_t i = 0; i < call.D * V; i++) x.turned[i] = static_cast<float>(x.rows[i] * call.scale);
+  x.store();
 }
 
 }  // namespace

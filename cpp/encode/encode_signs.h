@@ -42,7 +42,7 @@ bool positive(const float* x, const float* row, int64_t D) {
 void encode_sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int64_t n, float* rows, float* sums) {
   const int64_t D = call.D;
   const float* x = call.x + (block * call.t + first) * D;
-  transpose_vectors(x, n, D, kSketchLanes, rows);
+  transpose_vectors(x, D, n, D, kSketchLanes, rows);
   float unsure[kSketchLanes] = {};
   for (int64_t d = 0; d < D; d++)
     for (int64_t i = 0; i < kSketchLanes; i++) unsure[i] += rows[d * kSketchLanes + i] * rows[d * kSketchLanes + i];

@@ -98,7 +98,7 @@ struct Rotate {
   int64_t block = 0;
   double scale = 1;
 };
-constexpr int64_t kVectorsAtOnce = 16;
+constexpr int64_t kVectorsAtOnce = 32;
 
 // Encoders of one instruction set. The integer argument is a block's number; for rotations, that of
 // a group of kVectorsAtOnce vectors.

@@ -61,7 +61,7 @@ def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
     """Return float32 tokens for the codec: keys without RoPE, or without their rotated mean."""
     x, angles = tokens
     if angles is None or not x.shape[2]:
-        return x.float()
+        return x.to(torch.float32, memory_format=torch.contiguous_format)
     if codec.centred:
         rotated = RotatedMean(codec.fitted["mean"], angles.rope, angles).decode()
         return torch.sub(x, rotated, out=rotated) if rotated.shape == x.shape else x.float() - rotated

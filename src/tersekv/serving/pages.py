@@ -10,7 +10,7 @@ Shapes: T tokens of a step, H key-value heads, Hq query heads, G = Hq/H, D head 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -29,8 +29,8 @@ from tersekv.serving.slots import Slots
 from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
 from tersekv.transforms.rope import Angles, Rope
 
-PART_TOKENS = 2048
-"""Number of tokens encoded or decoded at a time, which bounds the memory of float32 copies."""
+PART_ELEMENTS = 1 << 20
+"""Elements of one side encoded or decoded at a time, which bounds the memory of float32 copies."""
 
 FEW_QUERIES = 8
 """Most queries of a request for which kernels read its packed bytes, instead of unpacking them."""
@@ -89,7 +89,9 @@ class PagePool:
         if len(token):
             whole = len(token) == len(keys) and step.singles is not None and step.singles.tokens is None
             for side, x in enumerate((keys, values)):
-                self.rows[side].transpose(1, 2)[row, place] = (x if whole else x[token]).to(self.rows.dtype)
+                self.rows[side].transpose(1, 2)[row, place] = (x if whole else x.index_select(0, token)).to(
+                    self.rows.dtype
+                )
         if step.full is not None:
             self._pack(keys, values, step.full, step.shared)
 
@@ -104,23 +106,29 @@ class PagePool:
     def _pack(self, keys: Tensor, values: Tensor, full: Full, shared: dict[Any, Any]) -> None:
         """Encode the tokens of full pages and store their blocks."""
         for side, (codec, planes, x) in enumerate(zip(self.codecs, self.planes, (keys, values), strict=True)):
-            parts = [x[full.tokens]] if len(full.tokens) else []
+            parts = [x.index_select(0, full.tokens)] if len(full.tokens) else []
             if len(full.rows):
                 assert self.rows is not None
                 parts.append(self.rows[side][full.rows].transpose(1, 2).flatten(0, 1))
-            tokens = torch.cat(parts).transpose(0, 1)[None]  # [1, H, n, D]
+            found = torch.cat(parts) if len(parts) > 1 else parts[0]
+            tokens = found.transpose(0, 1)[None]  # [1, H, n, D]
             page, row = full.sinks
             if len(page):
                 assert self.sinks is not None
                 pages = tokens[0].unflatten(1, (-1, self.page_tokens))  # [H, pages, p, D]
                 self.sinks[side][row] = pages[:, page, :SINKS].transpose(0, 1).to(self.sinks.dtype)
-            for first in range(0, tokens.shape[2], PART_TOKENS):
-                part = slice(first, first + PART_TOKENS)
-                angles = self._angles(side, full.positions[part], shared, ("full", first))
-                coded = coding.encode(codec, Tokens(tokens[:, :, part].float(), angles))
-                blocks = full.blocks[first // BLOCK_TOKENS : (first + PART_TOKENS) // BLOCK_TOKENS]
+            for part, in_blocks in self._parts(tokens.shape[2]):
+                angles = self._angles(side, full.positions[part], shared, ("full", part.start))
+                coded = coding.encode(codec, Tokens(tokens[:, :, part], angles))
+                blocks = full.blocks[in_blocks]
                 for name, plane in planes.items():
                     plane[0].index_copy_(1, blocks, coded[name][0])
+
+    def _parts(self, tokens: int) -> Iterator[tuple[slice, slice]]:
+        """Split tokens of full pages: ranges of tokens, and of their blocks."""
+        blocks = max(1, PART_ELEMENTS // (self.kv_heads * self.slots.head_dim * BLOCK_TOKENS))
+        for first in range(0, tokens // BLOCK_TOKENS, blocks):
+            yield slice(first * BLOCK_TOKENS, (first + blocks) * BLOCK_TOKENS), slice(first, first + blocks)
 
     def _angles(self, side: int, positions: Tensor, shared: dict[Any, Any], key: Any) -> Angles | None:
         """Return the RoPE angles of tokens, for keys whose codec needs them. Layers share them."""
@@ -268,20 +276,20 @@ class PagePool:
             shared[key] = _Long.of(chunks, self.page_tokens, len(query), query.device, self.kind.window)
         plan: _Long = shared[key]
         if plan.from_start:
-            sides = [x if plan.tokens is None else x[plan.tokens] for x in (keys, values)]
+            sides = [x if plan.tokens is None else x.index_select(0, plan.tokens) for x in (keys, values)]
         else:
             sides = [x.new_empty((sum(plan.lengths.tokens), *x.shape[1:])) for x in (keys, values)]
             known = shared.setdefault(("angles", key), {})
             packed = self.unpacked(plan.pages, plan.numbers, keys.dtype, plan.sinks, known)
             row, place, held = plan.held
             for side, (to, x) in enumerate(zip(sides, (keys, values), strict=True)):
-                to[plan.own] = x if plan.tokens is None else x[plan.tokens]
+                to[plan.own] = x if plan.tokens is None else x.index_select(0, plan.tokens)
                 if len(plan.packed):
                     to[plan.packed] = packed[side]
                 if len(held):
                     assert self.rows is not None
                     to[held] = self.rows[side].transpose(1, 2)[row, place].to(to.dtype)
-        rows = query if plan.tokens is None else query[plan.tokens]
+        rows = query if plan.tokens is None else query.index_select(0, plan.tokens)
         return self.dense(rows, sides[0], sides[1], plan.lengths, self.kind)
 
     def unpacked(
@@ -302,13 +310,11 @@ class PagePool:
         made: list[Tensor] = []
         for side, (codec, planes) in enumerate(zip(self.codecs, self.planes, strict=True)):
             out = torch.empty((len(positions), self.kv_heads, D), dtype=dtype, device=blocks.device)
-            for first in range(0, len(positions), PART_TOKENS):
-                part = blocks[first // BLOCK_TOKENS : (first + PART_TOKENS) // BLOCK_TOKENS]
-                angles = self._angles(
-                    side, positions[first : first + PART_TOKENS], {} if shared is None else shared, ("read", first)
-                )
-                view = _gathered(codec, planes, part, D, angles)
-                out[first : first + PART_TOKENS] = view.floats(dtype)[0].transpose(0, 1)
+            known = {} if shared is None else shared
+            for part, in_blocks in self._parts(len(positions)):
+                angles = self._angles(side, positions[part], known, ("read", part.start))
+                view = _gathered(codec, planes, blocks[in_blocks], D, angles)
+                out[part] = view.floats(dtype)[0].transpose(0, 1)
             if sinks is not None and len(sinks):
                 assert self.sinks is not None
                 starting = (numbers == 0).nonzero()[:, 0]
