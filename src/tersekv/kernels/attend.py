@@ -112,32 +112,37 @@ class PackedPages:
         ends: Sequence[Tensor | None] | None = None,
         padded: Callable[[], PackedPages | None] | None = None,
     ) -> None:
-        self.keys, self.values, self.where, self.maps = tuple(keys), tuple(values), tuple(where), maps
-        self.tokens, self.heads, self.shared, self.padded = tuple(tokens), heads, shared, padded
+        self.keys, self.values, self.maps = tuple(keys), tuple(values), maps
+        self.tokens, self.heads, self.shared = tuple(tokens), heads, shared
         self.corrections = (None,) * len(self.keys) if corrections is None else tuple(corrections)
         alike: dict[int, list[int]] = {}
         for i, correction in enumerate(self.corrections):
             alike.setdefault(id(correction), []).append(i)
         self.alike = list(alike.values())
         self.ends = (None,) * len(self.keys) if ends is None else tuple(ends)
+        self._place(where, padded)
+        self.is_mapped = maps[0].keeps_query or any(
+            x is not None for of in maps for x in (of.rotation, of.basis, of.mean)
+        )
+        self.made: dict[str, Any] = {}
+
+    def _place(self, where: Sequence[Where], padded: Callable[[], PackedPages | None] | None) -> None:
+        """Set the positions or masks of the pages."""
+        self.where, self.padded = tuple(where), padded
         listed = tuple(
             None if not isinstance(place, Tensor) else place if end is None else (place, end)
             for place, end in zip(self.where, self.ends, strict=True)
         )
         self.listed = listed if any(place is not None for place in listed) else None
-        self.is_mapped = maps[0].keeps_query or any(
-            x is not None for of in maps for x in (of.rotation, of.basis, of.mean)
-        )
-        self.made: dict[str, Any] = {}
 
     def located(self, where: Sequence[Where], padded: Callable[[], PackedPages | None] | None = None) -> PackedPages:
         """Return these pages with other positions or masks; both share the cached kernel arguments.
 
         padded: see above.
         """
-        of_heads = self.heads, self.corrections, self.shared, self.ends, padded
-        other = PackedPages(self.keys, self.values, where, self.tokens, self.maps, *of_heads)
-        other.made = self.made
+        other = object.__new__(PackedPages)
+        other.__dict__.update(self.__dict__, kept=False)
+        other._place(where, padded)
         return other
 
     def __getstate__(self) -> dict[str, Any]:

@@ -85,23 +85,25 @@ class PagePool:
         """Copy the tokens [T, H, D] of pages being filled to their rows, and pack full pages."""
         self.rows = self._with_rows(self.rows, step.rows, self.page_tokens, keys)
         self.sinks = self._with_rows(self.sinks, step.sinks, SINKS, keys)
-        token, row, place = step.copied
+        token, place = step.copied
         if len(token):
             whole = len(token) == len(keys) and step.singles is not None and step.singles.tokens is None
             for side, x in enumerate((keys, values)):
-                self.rows[side].transpose(1, 2)[row, place] = (x if whole else x.index_select(0, token)).to(
-                    self.rows.dtype
-                )
+                tokens = (x if whole else x.index_select(0, token)).to(self.rows.dtype)
+                self.rows[side].transpose(1, 2).flatten(0, 1).index_copy_(0, place, tokens)
         if step.full is not None:
             self._pack(keys, values, step.full, step.shared)
 
     def _with_rows(self, held: Tensor | None, rows: int, tokens: int, like: Tensor) -> Tensor:
-        """Return exact tokens [2, at least `rows`, H, tokens, D] that begin with the present ones."""
+        """Return exact tokens [2, at least `rows`, H, tokens, D] that begin with the present ones.
+
+        Heads of a token follow each other in memory, so that a token is written in one piece.
+        """
         have = 0 if held is None else held.shape[1]
         if held is not None and have >= rows:
             return held
-        more = like.new_zeros((2, max(rows, 2 * have, 1) - have, self.kv_heads, tokens, self.slots.head_dim))
-        return more if held is None else torch.cat([held, more], dim=1)
+        more = like.new_zeros((2, max(rows, 2 * have, 1) - have, tokens, self.kv_heads, self.slots.head_dim))
+        return (more if held is None else torch.cat([held.transpose(2, 3), more], dim=1)).transpose(2, 3)
 
     def _pack(self, keys: Tensor, values: Tensor, full: Full, shared: dict[Any, Any]) -> None:
         """Encode the tokens of full pages and store their blocks."""

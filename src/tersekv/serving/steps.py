@@ -236,14 +236,14 @@ class Full:
 class EngineStep:
     """Requests of one step, for all layers.
 
-    copied: tokens copied to rows in their order, as token, row and position in the row, each int64 [n].
+    copied: tokens copied to rows in their order, int64 [n], and their places: row · p + position in the row.
     rows, sinks: numbers of rows, of pages and of sinks. shared: room for what layers compute alike.
     """
 
     singles: Singles | None
     chunks: tuple[Chunk, ...]
     full: Full | None
-    copied: tuple[Tensor, Tensor, Tensor]
+    copied: tuple[Tensor, Tensor]
     rows: int
     sinks: int
     shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -264,8 +264,8 @@ class EngineStep:
         if device.type == "cpu":
             return self
         singles, full = (None if part is None else _moved(part, device) for part in (self.singles, self.full))
-        token, row, place = (x.to(device) for x in self.copied)
-        return EngineStep(singles, self.chunks, full, (token, row, place), self.rows, self.sinks)
+        token, place = (x.to(device) for x in self.copied)
+        return EngineStep(singles, self.chunks, full, (token, place), self.rows, self.sinks)
 
     @staticmethod
     def plan(starts: Any, seen: Any, pages: Tensor, p: int, rows: Rows) -> EngineStep:
@@ -311,7 +311,8 @@ class EngineStep:
         position = np.repeat(where, count) + step
         token = first[who] + position - start[who]
         order = np.argsort(token)
-        copied = token[order], np.repeat(np.concatenate([old_row, new_row]), count)[order], position[order] % p
+        place = np.repeat(np.concatenate([old_row, new_row]), count) * p + position % p
+        copied = _tensor(token[order]), _tensor(place[order])
 
         completed = np.flatnonzero(old_stop == (begun[old] + 1) * p)
         full = None
@@ -341,8 +342,7 @@ class EngineStep:
         if len(single):
             only = not chunks and bool((first[single] == np.arange(len(single))).all())
             singles = _singles(first[single], seen[single], table[single], row[single], sink[single], p, only)
-        tokens_, held, place = map(_tensor, copied)
-        return EngineStep(singles, chunks, full, (tokens_, held, place), len(rows), rows.sinks.count)
+        return EngineStep(singles, chunks, full, copied, len(rows), rows.sinks.count)
 
 
 def _singles(first: Ints, seen: Ints, table: NDArray[np.int32], row: Ints, sink: Ints, p: int, alone: bool) -> Singles:
