@@ -130,8 +130,9 @@ def run_header() -> dict[str, Any]:
 
     program = Path(sys.argv[0]).name.replace("__main__.py", "tersekv")  # python -m tersekv
     found: dict[str, Any] = {"command": shlex.join([program, *sys.argv[1:]])}
-    root = Path(__file__).parents[3]
-    if (root / ".git").exists():  # a checkout, not an installed package
+    roots = Path(__file__).parents[3], Path(sys.argv[0]).absolute().parent.parent
+    root = next((root for root in roots if (root / ".git").exists() and (root / "src/tersekv").exists()), None)
+    if root:  # a checkout, or one of its programs with an installed package
         asked = ["git", "-C", str(root), "describe", "--always", "--dirty"]
         said = subprocess.run(asked, capture_output=True, text=True)
         found |= {"commit": said.stdout.strip()} if said.returncode == 0 else {}
