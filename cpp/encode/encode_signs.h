@@ -11,6 +11,7 @@ namespace {  // internal to each build of the encoders
 constexpr int kSketchRows = 4;                       // sketch rows that are summed at a time
 constexpr int64_t kSketchLanes = 2 * kVectorFloats;  // tokens of a tile
 constexpr float kLeastProduct = 1e-30f;              // products below it lose bits
+constexpr float kLostSquares = 1e-35f;               // squares that underflow are in all less than it
 
 // Compute the products of four rows of the sketch [4, D] with the tile's tokens, rows
 // [D, kSketchLanes].
@@ -46,7 +47,8 @@ void encode_sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int
   float unsure[kSketchLanes] = {};
   for (int64_t d = 0; d < D; d++)
     for (int64_t i = 0; i < kSketchLanes; i++) unsure[i] += rows[d * kSketchLanes + i] * rows[d * kSketchLanes + i];
-  for (int64_t i = 0; i < kSketchLanes; i++) unsure[i] = __builtin_sqrtf(unsure[i]) * call.unsure + kLeastProduct;
+  for (int64_t i = 0; i < kSketchLanes; i++)
+    unsure[i] = __builtin_sqrtf(unsure[i] + kLostSquares) * call.unsure + kLeastProduct;
   for (int64_t m = 0; m < call.M; m += 8) {
     const int64_t count = call.M - m < 8 ? call.M - m : 8;
     for (int64_t r = 0; r < count; r += kSketchRows)

@@ -92,7 +92,7 @@ def test_encode_signs(isa, M, D, t):  # noqa: F811
     same([encode.encode_signs(*call)], [encode_signs.encode_signs.reference(*call)])
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-36, 1e-44, 3e38, float("inf"), float("nan")])
+@pytest.mark.parametrize("size", [1.0, 1e-23, 1e-36, 1e-44, 3e38, float("inf"), float("nan")])
 def test_signs_beyond_float32_precision(isa, size):  # noqa: F811
     """Signs of small remainders after large products cancel."""
     rest = torch.tensor([1.0, -1.0]).repeat(16)

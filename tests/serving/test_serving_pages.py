@@ -337,3 +337,25 @@ def test_memory_of_another_shape():
         PagePool(slots, torch.zeros(2, 2, 48, slots.token_bytes, dtype=torch.uint8), PLAIN)
     with pytest.raises(UserError, match="do not fit"):
         PagePool(slots, torch.zeros(2, 2, 32, slots.token_bytes + 1, dtype=torch.uint8), PLAIN)
+
+
+def test_layers_of_different_heads_share_a_step(monkeypatch):
+    """Angles of RoPE are made in parts, whose lengths depend on a layer's heads. A step may have no token."""
+    monkeypatch.setattr("tersekv.serving.pages.PART_ELEMENTS", 4 * 64 * 64)
+    T, p, heads = 256, 64, (2, 4)
+    slots = {H: calibrated("polarquant centred", H=H) for H in heads}
+    x = {H: torch.randn(3, T + 20, H, 64) for H in heads}
+
+    def outputs(*layers):
+        pools = [(x[H], pool_of(slots[H], T // p + 1, p, rope=ROPE, H=H)) for H in layers]
+        rows, table = Rows(4), torch.arange(T // p + 1, dtype=torch.int32)[None]
+        for first, last in ((0, T), (T, T), (T, T + 20)):
+            step = EngineStep.plan([0, last - first], [last], table, p, rows)
+            for (query, key, value), pool in pools:
+                own = slice(first, last)
+                pool.write(key[own], value[own], step)
+                yield pool.attend(query[own], key[own], value[own], step)
+
+    together = list(outputs(*heads))
+    for i, H in enumerate(heads):
+        assert all(map(torch.equal, together[i :: len(heads)], outputs(H)))

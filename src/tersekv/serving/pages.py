@@ -136,7 +136,7 @@ class PagePool:
         """Return the RoPE angles of tokens, for keys whose codec needs them. Layers share them."""
         if side or self.rope is None:
             return None
-        key = id(self.rope), key
+        key = id(self.rope), key, len(positions)  # layers with other heads have other parts
         if key not in shared:
             shared[key] = self.rope.angles_at(positions)
         return cast(Angles, shared[key])
@@ -327,7 +327,7 @@ class PagePool:
 
 def _are_long(chunks: Sequence[Chunk], T: int) -> bool:
     """True if these chunks are all T tokens of a step, in order, and each has many queries."""
-    return sum(c.last - c.first for c in chunks) == T and all(c.last - c.first > FEW_QUERIES for c in chunks)
+    return sum(c.last - c.first for c in chunks) == T > 0 and all(c.last - c.first > FEW_QUERIES for c in chunks)
 
 
 def _gathered(codec: Codec, planes: PackedTensors, blocks: Tensor, D: int, angles: Angles | None) -> View:
