@@ -42,11 +42,11 @@ void find_ranges(const GroupRanges& call, int64_t block) {
   reset_scratch();
   const TokenBlocks& x = call.x;
   const int64_t P = call.per_token ? x.D : x.t, L = call.per_token ? x.t : x.D, groups = P / call.group;
-  const LaneRows rows = lane_rows(x, block, call.per_token, L);
+  const int64_t lanes = round_up(L, kLanes);
+  const LaneRows rows = lane_rows(x, block, call.per_token, lanes);
+  float *low = scratch(lanes), *high = scratch(lanes);
   for (int64_t g = 0; g < groups; g++) {
-    float *low = call.low + (block * groups + g) * L, *high = call.high + (block * groups + g) * L;
-    int64_t i = 0;
-    for (; i + kVectorFloats <= L; i += kVectorFloats) {
+    for (int64_t i = 0; i < lanes; i += kVectorFloats) {
       FloatVector least = load_vector(rows.row(g * call.group) + i), most = least;
       IntVector unordered = least != least;
       for (int64_t p = 1; p < call.group; p++) {
@@ -59,14 +59,9 @@ void find_ranges(const GroupRanges& call, int64_t block) {
       store_vector(low + i, unordered ? none : least);
       store_vector(high + i, unordered ? none : most);
     }
-    for (; i < L; i++) {
-      low[i] = high[i] = rows.row(g * call.group)[i];
-      for (int64_t p = 1; p < call.group; p++) {
-        const float y = rows.row(g * call.group + p)[i];
-        low[i] = (y < low[i]) | (y != y) ? y : low[i];
-        high[i] = (y > high[i]) | (y != y) ? y : high[i];
-      }
-    }
+    const int64_t at = (block * groups + g) * L;
+    std::memcpy(call.low + at, low, L * sizeof(float));
+    std::memcpy(call.high + at, high, L * sizeof(float));
   }
 }
 

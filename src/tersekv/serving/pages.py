@@ -90,7 +90,7 @@ class PagePool:
             whole = len(token) == len(keys) and step.singles is not None and step.singles.tokens is None
             for side, x in enumerate((keys, values)):
                 tokens = (x if whole else x.index_select(0, token)).to(self.rows.dtype)
-                self.rows[side].transpose(1, 2).flatten(0, 1).index_copy_(0, place, tokens)
+                _by_place(self.rows[side]).index_copy_(0, place, tokens)
         if step.full is not None:
             self._pack(keys, values, step.full, step.shared)
 
@@ -283,14 +283,14 @@ class PagePool:
             sides = [x.new_empty((sum(plan.lengths.tokens), *x.shape[1:])) for x in (keys, values)]
             known = shared.setdefault(("angles", key), {})
             packed = self.unpacked(plan.pages, plan.numbers, keys.dtype, plan.sinks, known)
-            row, place, held = plan.held
+            place, held = plan.held
             for side, (to, x) in enumerate(zip(sides, (keys, values), strict=True)):
                 to[plan.own] = x if plan.tokens is None else x.index_select(0, plan.tokens)
                 if len(plan.packed):
                     to[plan.packed] = packed[side]
                 if len(held):
                     assert self.rows is not None
-                    to[held] = self.rows[side].transpose(1, 2)[row, place].to(to.dtype)
+                    to[held] = _by_place(self.rows[side]).index_select(0, place).to(to.dtype)
         rows = query if plan.tokens is None else query.index_select(0, plan.tokens)
         return self.dense(rows, sides[0], sides[1], plan.lengths, self.kind)
 
@@ -325,6 +325,11 @@ class PagePool:
         return made[0], made[1]
 
 
+def _by_place(rows: Tensor) -> Tensor:
+    """Return rows [n, H, p, D] of one side as tokens [n·p, H, D], see `EngineStep.copied`."""
+    return rows.transpose(1, 2).flatten(0, 1)
+
+
 def _are_long(chunks: Sequence[Chunk], T: int) -> bool:
     """True if these chunks are all T tokens of a step, in order, and each has many queries."""
     return sum(c.last - c.first for c in chunks) == T > 0 and all(c.last - c.first > FEW_QUERIES for c in chunks)
@@ -339,8 +344,8 @@ class _Long(NamedTuple):
 
     tokens: their tokens in the step, int64, or None for all. from_start: True if no chunk has
     earlier tokens. pages, numbers: earlier full pages and their numbers in their requests, int64.
-    own, packed: places of own and unpacked tokens among all tokens of the requests. held: row, place
-    in the row and place among all tokens, of tokens in rows. sinks: rows of the sinks of earlier pages.
+    own, packed: places of own and unpacked tokens among all tokens of the requests. held: places of
+    tokens in rows, see `EngineStep.copied`, and among all tokens. sinks: rows of the sinks of earlier pages.
     """
 
     lengths: Lengths
@@ -350,7 +355,7 @@ class _Long(NamedTuple):
     numbers: Tensor
     own: Tensor
     packed: Tensor
-    held: tuple[Tensor, Tensor, Tensor]
+    held: tuple[Tensor, Tensor]
     sinks: Tensor
 
     @staticmethod
@@ -364,21 +369,20 @@ class _Long(NamedTuple):
         lengths = Lengths([c.last - c.first for c in chunks], tokens_read)
         begins = [0, *itertools.accumulate(lengths.tokens)]
         ranges = [torch.arange(c.first, c.last) for c in chunks]
-        pages, numbers, own, packed, row, place, held = ([] for _ in range(7))
+        pages, numbers, own, packed, place, held = ([] for _ in range(6))
         for c, skip, after in zip(chunks, left_out, begins, strict=False):
             whole, rest = c.start // p, c.start % p
             begin = after - skip * p  # where the request would begin with all its tokens
             pages.append(c.pages[skip:whole].long())
             numbers.append(torch.arange(skip, whole))
             packed.append(torch.arange(after, begin + whole * p))
-            row.append(torch.full((rest,), c.row))
-            place.append(torch.arange(rest))
+            place.append(c.row * p + torch.arange(rest))
             held.append(torch.arange(begin + whole * p, begin + c.start))
             own.append(torch.arange(begin + c.start, begin + c.num_tokens))
-        parts = (torch.cat(x).to(device) for x in (pages, numbers, own, packed, row, place, held))
-        pages_, numbers_, own_, packed_, row_, place_, held_ = parts
+        parts = (torch.cat(x).to(device) for x in (pages, numbers, own, packed, place, held))
+        pages_, numbers_, own_, packed_, place_, held_ = parts
         tokens = None if sum(lengths.queries) == T else torch.cat(ranges).to(device)
         from_start = all(c.start == 0 for c in chunks)
         firsts = [c.sink for c, skip in zip(chunks, left_out, strict=True) if c.start >= p and not skip]
         sinks = torch.tensor(firsts, dtype=torch.int64, device=device)
-        return _Long(lengths, tokens, from_start, pages_, numbers_, own_, packed_, (row_, place_, held_), sinks)
+        return _Long(lengths, tokens, from_start, pages_, numbers_, own_, packed_, (place_, held_), sinks)
