@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,6 +27,19 @@ Encoded = tuple[list[PackedTensors], Tensor | None]
 """Packed tensors to append, and the lost variance after that."""
 
 
+class Ahead(NamedTuple):
+    """Tokens [B, H, n, D] from position `place` on, and the packed tensors that the codec has made of them."""
+
+    codec: Codec
+    place: int
+    tokens: Tensor
+    planes: PackedTensors
+
+    def is_of(self, codec: Codec, place: int, tokens: Tensor) -> bool:
+        """Return True if the codec would make the same of these tokens, which may be others after a crop."""
+        return self.codec is codec and self.place == place and torch.equal(self.tokens, tokens)
+
+
 def side_learnt(side: PackedSide, place: str) -> None:
     """Check that the codec has the fitted tensors that decoding needs."""
     needs_fit = side.codec.needs_fit
@@ -46,12 +59,13 @@ class PackedSide(Stateful):
     users: heads that have tokens of this rate.
     lost: float32 [B, users, D], lost variance of the tokens packed first (`cache/lost_variance.py`).
         None if the share is 0 or nothing has been packed.
+    ahead: tokens that were encoded together with those of other layers, until they are packed; or None.
     """
 
     RULES: ClassVar[Rules] = (side_learnt,)
     PARTS: ClassVar[tuple[str, ...]] = ("packed",)
     HELD: ClassVar[tuple[str, ...]] = ("codec", "lost")
-    MADE: ClassVar[tuple[str, ...]] = ("_factors",)
+    MADE: ClassVar[tuple[str, ...]] = ("_factors", "ahead")
 
     def __init__(
         self,
@@ -72,6 +86,7 @@ class PackedSide(Stateful):
         self.slots: Slots | None = None
         self.lost: Tensor | None = None
         self._factors: tuple[Tensor, Tensor] | None = None
+        self.ahead: Ahead | None = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a pickle, which has a copy of each tensor."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,10 +12,11 @@ from torch import Tensor
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.lost_variance import LostVariance
-from tersekv.cache.packed_side import Encoded
+from tersekv.cache.packed_side import Ahead, Encoded, PackedSide
 from tersekv.cache.pages import blank
 from tersekv.cache.parallel import ContextParallel
 from tersekv.codecs import Codec
+from tersekv.errors import UserError
 from tersekv.layouts.base import PackedTensors
 from tersekv.tensors import gathered, joined
 from tersekv.transforms.moments import TokenLoss
@@ -70,10 +71,39 @@ def encoded_side(
     log.debug("packing %d tokens with %s", call.leave, codecs[0].label)
     if call.high is not None:
         return list(zip(codecs, by_rate(store, side, codecs, joined(old, x), call), strict=True))
+    ahead, sides[0].ahead = sides[0].ahead, None
+    if ahead is not None and ahead.is_of(codecs[0], call.place, old[:, :, : call.leave]):
+        return [(codecs[0], ([ahead.planes], sides[0].lost))]
     processes = call.processes
     share = None if processes is None else lambda sums: sums.share(processes, x)
     parts = _consecutive(store, side, call.which, old, x, call)
     return [(codecs[0], sides[0].encoded(codecs[0], parts, store.heads, share))]
+
+
+def encode_ahead(stores: Sequence[Store], n: int) -> None:
+    """Encode the tokens that leave the windows of several layers when each receives n more, many layers in one call.
+
+    A block of one layer has so few tokens that a call takes longer than its work. `encoded_side` uses what was encoded
+    if the layer then packs these tokens with this codec.
+    """
+    alike: dict[Any, list[tuple[PackedSide, Ahead, Tensor]]] = {}
+    for store in stores:
+        leave, place = store.leaves(n), store.num_tokens - store.placement.tail
+        for number, side in enumerate(store.sides if leave else ()):
+            x = store.recent.data[number][:, :, :leave]
+            if not x.is_meta and 2 * x.numel() <= _most_together(x):
+                before = coding.codec_input(side.codec, with_angles(store, number, x, place))
+                ahead = Ahead(side.codec, place, x.clone(), {})
+                alike.setdefault((side.codec, x.device, x.shape), []).append((side, ahead, before))
+    for (codec, _, shape), parts in alike.items():
+        step = _most_together(parts[0][2]) // shape.numel()
+        for some in (parts[first : first + step] for first in range(0, len(parts), step)):
+            try:
+                made = codec.encode_all([(side.codec, slice(0, shape[1]), x) for side, _, x in some])
+            except UserError:  # the layer says why, when it packs them
+                continue
+            for (side, ahead, _), planes in zip(some, made, strict=True):
+                side.ahead = ahead._replace(planes=planes)
 
 
 class Piece(NamedTuple):
@@ -140,8 +170,7 @@ def _together(store: Store, x: Tensor, counts: Sequence[Tensor], heads: slice) -
     Few tokens are encoded in one call, because each call takes longer than their search. x: tokens of these heads.
     counts: tokens of all heads in each tier.
     """
-    B, _, _, D = x.shape
-    most = coding.TOGETHER_ON_GPU if x.is_cuda else coding.TOGETHER
+    (B, _, _, D), most = x.shape, _most_together(x)
     some: list[Piece] = []
     elements = 0
     for which in store.ranked[0].alike(counts, heads):
@@ -157,6 +186,10 @@ def _together(store: Store, x: Tensor, counts: Sequence[Tensor], heads: slice) -
                 elements += size
     if some:
         yield some
+
+
+def _most_together(x: Tensor) -> int:
+    return coding.TOGETHER_ON_GPU if x.is_cuda else coding.TOGETHER
 
 
 LOST_BLOCKS = 8

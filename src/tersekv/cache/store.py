@@ -172,6 +172,17 @@ class Store(Stateful):
         """Return the kept queries of the latest tokens that have not voted yet, or None."""
         return self.chosen[0].waiting_queries() if self.chosen else None
 
+    def leaves(self, n: int) -> int:
+        """Return how many tokens of the window appending n packs, or 0 if more than their codecs decides about them."""
+        own = self.chosen or self.ranked or self.own or self.heads
+        if own or n <= self.room or self.deferred or (self.rotary is not None and self.rotary.rope.varies):
+            return 0
+        for side in self.sides:
+            if side.codec.needs_fit or side.codec.encode_spans_heads or (side.corrected and side.lost is None):
+                return 0
+        move = self._next(n)
+        return 0 if move.sinks or move.skip or move.leave > self.recent.tokens else move.leave
+
     def _next(self, n: int) -> Move:
         """Return what appending n tokens changes."""
         placement = self.placement.fresh() if self.deferred else self.placement

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import itertools
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -234,8 +235,19 @@ class Codec(ABC):
 
     @classmethod
     def encode_all(cls, parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
-        """Encode tokens of some heads of several codecs of this class, for example with other bits; see `encode`."""
-        return [codec.of_heads(heads.start, x.shape[1]).encode(x) for codec, heads, x in parts]
+        """Encode tokens of some heads of codecs of this class, of several layers or with other bits; see `encode`.
+
+        Heads of equal codecs without fitted tensors are encoded in one call.
+        """
+        first, _, like = parts[0]
+        alike = all(codec == first and not codec.fitted and x.shape[2:] == like.shape[2:] for codec, _, x in parts)
+        if not alike or first.encode_spans_heads or len(parts) == 1:
+            return [codec.of_heads(heads.start, x.shape[1]).encode(x) for codec, heads, x in parts]
+        made, layout = first.encode(torch.cat([x for _, _, x in parts], dim=1)), first.layout(like.shape[3])
+        ends = itertools.accumulate(x.shape[1] for _, _, x in parts)
+        return [
+            layout.select_heads(made, end - x.shape[1], x.shape[1]) for end, (_, _, x) in zip(ends, parts, strict=True)
+        ]
 
     @abstractmethod
     def view(self, planes: PackedTensors, head_dim: int) -> View:

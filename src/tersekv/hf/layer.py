@@ -11,6 +11,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.cache.head_tokens import UNREADABLE
 from tersekv.cache.layer import LayerStore
+from tersekv.cache.packing import encode_ahead
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
@@ -35,7 +36,6 @@ FLOATS = {type_name(t): t for t in (torch.float16, torch.bfloat16, torch.float32
 MUCH_MEMORY, MANY_TOKENS = 1 << 26, 128
 """Bytes of exact prompts, and tokens of a call, from which freed memory is returned to the system after packing.
 It is cleared there: at every 8 MB, prompts took 10 % longer. Decode steps of a large batch have fewer tokens."""
-
 
 PARTS = "keys", "values", "policy"
 """Parts of a plan whose options a state names."""
@@ -122,8 +122,7 @@ class CompressedLayer(CacheLayerMixin):
         return self.store.index(keys, self.store.num_tokens - new)
 
     def traced(self, keys: Tensor, values: Tensor) -> tuple[NewTokens, NewTokens]:
-        """Do the work of `update` while a forward pass is traced. Tokens are appended when the
-        compiled pass runs."""
+        """Do the work of `update` in a traced forward pass. Tokens are appended when the compiled pass runs."""
         return NewTokens(self.handle, keys), NewTokens(self.handle, values)
 
     def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
@@ -155,6 +154,9 @@ class CompressedLayer(CacheLayerMixin):
         allotment = self.cache.allotment
         if allotment.layers and allotment.waits(self.index, Call(keys, values, padding, observed)):
             return
+        if keys.shape[2] > self.store.room and self.store.leaves(keys.shape[2]) and self.store.keys.ahead is None:
+            later = [layer.store for layer in compressed_layers(self.cache) if layer.index >= self.index]
+            encode_ahead([store for store in later if store is not None], keys.shape[2])
         progress, seen = self.cache.progress, self.store.num_tokens
         progress.torn = True
         try:
@@ -352,8 +354,7 @@ class CompressedLayer(CacheLayerMixin):
                 raise CacheError(f"layer {self.index}: {error}") from error
 
     def activate_past_recording(self) -> None:
-        """Let a sliding window evict tokens only at a `crop`, so that any number of draft tokens
-        can be removed."""
+        """Let a sliding window evict tokens only at a `crop`, so that any number of draft tokens can be removed."""
         self.cache.warn_assisted(self.index, self.plan.keys.has_rates)
         self.record_past = True
         if self.store is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -36,12 +37,8 @@ def searched(parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
     A row of the search holds vectors with the same bits: a head's tokens of all batch rows, or of one. All rows
     must have the same length, so a longer one is cut into several.
     """
-    known: dict[int, tuple[Any, ByHead]] = {}
-    for codec, _, _ in parts:
-        if id(codec) not in known:
-            like = next((of for other, of in known.values() if codec.differs_in_bits(other)), None)
-            known[id(codec)] = codec, codec.searched_by(like)
-    found = [ByHead(*(t[:, heads] for t in known[id(codec)][1])) for codec, heads, _ in parts]
+    known = _by_codec([codec for codec, _, _ in parts])
+    found = [ByHead(*(t[:, heads] for t in known[id(codec)])) for codec, heads, _ in parts]
     rows = [_rows(x, own) for (_, _, x), own in zip(parts, found, strict=True)]
     length = math.gcd(*(x.shape[1] for x in rows))
     cut = [x.shape[1] // length for x in rows]
@@ -57,6 +54,39 @@ def searched(parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
     sizes = [len(x) * n for x, n in zip(rows, cut, strict=True)]
     each = zip(parts, words, found, *(t.split(sizes) for t in packed[:2]), strict=True)
     return [_blocks(x, of, stream[..., :own], gain) for (_, _, x), own, of, stream, gain in each]
+
+
+def _by_codec(codecs: Sequence[Any]) -> dict[int, ByHead]:
+    """Return the arguments of each codec by its id. They are computed together for layers with the same options."""
+    alike: list[list[Any]] = []
+    for codec in {id(codec): codec for codec in codecs}.values():
+        group = next((group for group in alike if _same_options(codec, group[0])), None)
+        alike.append([codec]) if group is None else group.append(codec)
+    known: dict[int, ByHead] = {}
+    first: list[tuple[Any, ByHead]] = []
+    for group in alike:
+        like = next((of for other, of in first if len(group) == 1 and group[0].differs_in_bits(other)), None)
+        joint = _joined(group).searched_by(like)
+        first.append((group[0], joint))
+        heads = [codec.fitted["bits"].shape[1] for codec in group]
+        parts = zip(*(t.split(heads, 1) for t in joint), strict=True)
+        known |= {id(codec): ByHead(*part) for codec, part in zip(group, parts, strict=True)}
+    return known
+
+
+def _same_options(codec: Any, other: Any) -> bool:
+    """Return True if both have the same options and tensors fitted of the same shapes, but for the number of heads."""
+    shapes, of_other = ({name: (len(t), *t.shape[2:]) for name, t in of.fitted.items()} for of in (codec, other))
+    return bool(codec == other) and shapes == of_other
+
+
+def _joined(codecs: Sequence[Any]) -> Any:
+    """Return one codec for the heads of all. Their options are the same."""
+    first = codecs[0]
+    if len(codecs) == 1:
+        return first
+    fitted = {name: torch.cat([codec.fitted[name] for codec in codecs], dim=1) for name in first.fitted}
+    return dataclasses.replace(first, fitted=fitted)
 
 
 def _repeated(t: Tensor, times: int) -> Tensor:

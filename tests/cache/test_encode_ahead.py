@@ -1,0 +1,99 @@
+"""One step's block is encoded for all layers in few calls, and no layer packs what it would not have packed alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import tersekv
+from conftest import prompt
+from tersekv.cache import packing
+from tersekv.codecs.base import Codec
+from tersekv.errors import UserError
+
+RECIPES = ["kivi:bits=4", "turboquant:bits=3", "polarquant",
+           "kvquant:bits=3,calibration=prompt,outliers=0.01", "qjl", "default",
+           "window:recent=16+trellis:bits=2,calibration=prompt,basis=rotation"]  # fmt: skip
+
+
+def fed(model, recipe: str, tokens: int, batch: int = 1) -> tersekv.CompressedCache:
+    """Return a cache after a prompt of 200 tokens and further ones, one by one."""
+    cache, ids = tersekv.CompressedCache(model.config, recipe), prompt(tokens).expand(batch, -1)
+    with tersekv.compress(model, recipe), torch.no_grad():
+        model(ids[:, :200], past_key_values=cache)
+        for i in range(200, tokens):
+            model(ids[:, i : i + 1], past_key_values=cache)
+    return cache
+
+
+def held(cache: tersekv.CompressedCache) -> list[torch.Tensor]:
+    """Return all packed tensors."""
+    sides = [side for layer in cache.layers for tier in layer.store.tiers for side in tier.sides]
+    return [plane for side in sides for plane in side.packed.planes().values()]
+
+
+def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    return len(got) == len(expected) and all(map(torch.equal, got, expected))
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Return a list that gets the number of parts of each call that encodes for several layers."""
+    sizes: list[int] = []
+    for kind in (Codec, *Codec.__subclasses__()):
+        if "encode_all" in vars(kind):
+            encode = vars(kind)["encode_all"].__func__
+
+            def counted(cls, parts, encode=encode):
+                sizes.append(len(parts))
+                return encode(cls, parts)
+
+            monkeypatch.setattr(kind, "encode_all", classmethod(counted))
+    return sizes
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_bytes_are_those_of_layers_alone(models, monkeypatch, recipe, name):
+    got = held(fed(models[name], recipe, 270, batch=2))
+    monkeypatch.setattr("tersekv.hf.layer.encode_ahead", lambda stores, n: None)
+    expected = held(fed(models[name], recipe, 270, batch=2))
+    assert same(got, expected)
+
+
+def test_all_layers_share_a_call(models, calls):
+    cache = fed(models["llama"], "window:recent=16+turboquant", 270)
+    layers = len(cache.layers)
+    assert set(calls) == {layers}
+    assert all(side.ahead is None for layer in cache.layers for side in layer.store.sides)
+
+
+def test_tokens_of_another_crop_are_not_used(models):
+    """After an interrupted pass, a crop and other tokens, the bytes are those of the tokens held."""
+    model, recipe = models["llama"], "window:recent=16+kivi:bits=4"
+    fresh = fed(model, recipe, 270)
+    cache, stale = fed(model, recipe, 200), 0
+    ids = prompt(270)
+    with tersekv.compress(model, recipe), torch.no_grad():
+        for i in range(200, 270):
+            stores = [layer.store for layer in cache.layers]
+            if stores[0].leaves(1):
+                for store in stores:
+                    for x in store.recent.data:
+                        x.neg_()
+                packing.encode_ahead(stores, 1)
+                stale += 1
+                for store in stores:
+                    for x in store.recent.data:
+                        x.neg_()
+            model(ids[:, i : i + 1], past_key_values=cache)
+    assert stale
+    assert same(held(cache), held(fresh))
+
+
+def test_a_layer_names_its_own_error(models):
+    model, recipe = models["llama"], "window:recent=16,exact=fp32+kivi:bits=4"
+    cache, ids = fed(model, recipe, 200), prompt(270)
+    cache.layers[1].store.recent.buffers[0].mul_(1e9)
+    with tersekv.compress(model, recipe), torch.no_grad(), pytest.raises(UserError, match="layer 1: a scale"):
+        model.generate(ids[:, :201], past_key_values=cache, max_new_tokens=60, min_new_tokens=60)
