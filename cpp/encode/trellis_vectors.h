@@ -13,20 +13,22 @@ inline int gain_code(double gain) {
   return code < 0 ? 0 : code > 255 ? 255 : static_cast<int>(code);
 }
 
-// Write the newest bits of each window to a stream. A word is stored again until it is full.
+// Write the newest bits of each window to a stream.
 inline void write_stream(const Component* components, int64_t count, const uint8_t* windows, uint16_t* stream) {
-  uint32_t word = 0;
-  unsigned filled = 0;
+  constexpr int kWord = 16;
+  uint64_t bits = 0;  // that are not written yet
+  int end = 0, begin = 0;
   for (int64_t a = 0; a < count; a++) {
-    const auto bits = static_cast<unsigned>(components[a].bits);
-    word |= static_cast<uint32_t>(windows[a] >> (kStateBits - bits)) << filled;
-    filled += bits;
-    *stream = static_cast<uint16_t>(word);
-    const unsigned full = filled & 16;  // filled is less than 24
-    stream += full / 16;
-    word >>= full;
-    filled -= full;
+    const Component& c = components[a];
+    bits |= static_cast<uint64_t>(windows[a] >> (kStateBits - c.bits)) << (c.brought - begin);
+    end = c.brought + c.bits;
+    if (end - begin < 2 * kWord) continue;
+    *stream++ = static_cast<uint16_t>(bits);
+    *stream++ = static_cast<uint16_t>(bits >> kWord);
+    bits >>= 2 * kWord;
+    begin += 2 * kWord;
   }
+  for (; begin < end; begin += kWord, bits >>= kWord) *stream++ = static_cast<uint16_t>(bits);
 }
 
 // The components of a row that have bits, and of each one what vectors of floats are computed with. There are zeros
@@ -224,7 +226,10 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
     vectors[v].y = zeros(D);
     vectors[v].best = scratch_of<uint8_t>(D);
     __builtin_memset(vectors[v].best, 0, D);
-    for (int64_t a = 0; a < own.count; a++) vectors[v].y[a] = y[v * y_n + own.components[a].d * y_d];
+    if (own.count == D && y_d == 1)
+      __builtin_memcpy(vectors[v].y, y + v * y_n, D * sizeof(float));
+    else
+      for (int64_t a = 0; a < own.count; a++) vectors[v].y[a] = y[v * y_n + own.components[a].d * y_d];
   }
   if (!call.windows) return pack_vectors<C, S>(call, row * call.n + first, n, own, lanes, vectors);
   Gained* all[kTrellisTask];

@@ -6,6 +6,7 @@ dtype.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,13 +20,23 @@ T = TypeVar("T")
 
 
 def plain(fn: Callable[P, T]) -> Callable[P, T]:
-    """Run `fn` outside `torch.inference_mode`, so that its tensors stay writable later."""
+    """Run `fn` outside `torch.inference_mode`, so that its tensors stay writable later, and outside `torch.autocast`,
+    which would compute with fewer bits and refuses some types."""
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not torch.is_inference_mode_enabled():
+        cast, inference = (
+            [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)],
+            torch.is_inference_mode_enabled(),
+        )
+        if not cast and not inference:
             return fn(*args, **kwargs)
-        with torch.inference_mode(False), torch.no_grad():
+        with contextlib.ExitStack() as outside:
+            for device in cast:
+                outside.enter_context(torch.autocast(device, enabled=False))
+            if inference:
+                outside.enter_context(torch.inference_mode(False))
+                outside.enter_context(torch.no_grad())
             return fn(*args, **kwargs)
 
     return run

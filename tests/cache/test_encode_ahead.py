@@ -12,7 +12,7 @@ from tersekv.codecs.base import Codec
 from tersekv.errors import UserError
 
 RECIPES = ["kivi:bits=4", "turboquant:bits=3", "polarquant",
-           "kvquant:bits=3,calibration=prompt,outliers=0.01", "qjl", "default",
+           "kvquant:bits=3,calibration=prompt,value_axis=channel", "qjl", "default",
            "window:recent=16+trellis:bits=2,calibration=prompt,basis=rotation"]  # fmt: skip
 
 
@@ -68,10 +68,38 @@ def test_all_layers_share_a_call(models, calls):
     assert all(side.ahead is None for layer in cache.layers for side in layer.store.sides)
 
 
-def test_tokens_of_another_crop_are_not_used(models):
+def test_layers_try_once_where_blocks_are_too_large(models, monkeypatch):
+    tried: list[int] = []
+
+    def counted(stores, n):
+        tried.append(n)
+        packing.encode_ahead(stores, n)
+
+    monkeypatch.setattr("tersekv.hf.layer.encode_ahead", counted)
+    monkeypatch.setattr("tersekv.cache.coding.TOGETHER", 100)
+    cache = fed(models["llama"], "window:recent=16+kivi:bits=4", 200 + 2 * 32)
+    assert cache.layers[0].store.packed_tokens
+    assert len(tried) == 2
+
+
+@pytest.mark.parametrize("recipe", ["window:recent=16+trellis:bits=2,calibration=prompt", "kivi:bits=4"])
+def test_steps_pack_under_autocast(models, recipe):
+    """Codecs compute outside autocast, which refuses some of their types."""
+    model = models["llama"]
+    ids, caches = prompt(270), [tersekv.CompressedCache(model.config, recipe) for _ in range(2)]
+    for cache, enabled in zip(caches, (False, True), strict=True):
+        with tersekv.compress(model, recipe), torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            model(ids[:, :200], past_key_values=cache)
+            for i in range(200, 270):
+                model(ids[:, i : i + 1], past_key_values=cache)
+    assert caches[1].layers[0].store.packed_tokens == caches[0].layers[0].store.packed_tokens > 0
+
+
+def test_tokens_of_another_crop_are_not_used(models, monkeypatch):
     """After an interrupted pass, a crop and other tokens, the bytes are those of the tokens held."""
     model, recipe = models["llama"], "window:recent=16+kivi:bits=4"
     fresh = fed(model, recipe, 270)
+    monkeypatch.setattr("tersekv.hf.layer.encode_ahead", lambda stores, n: None)
     cache, stale = fed(model, recipe, 200), 0
     ids = prompt(270)
     with tersekv.compress(model, recipe), torch.no_grad():

@@ -18,7 +18,7 @@ from tersekv.cache.parallel import ContextParallel
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.layouts.base import PackedTensors
-from tersekv.tensors import gathered, joined
+from tersekv.tensors import gathered, joined, plain
 from tersekv.transforms.moments import TokenLoss
 
 if TYPE_CHECKING:
@@ -80,14 +80,15 @@ def encoded_side(
     return [(codecs[0], sides[0].encoded(codecs[0], parts, store.heads, share))]
 
 
-def encode_ahead(stores: Sequence[Store], n: int) -> None:
+@plain
+def encode_ahead(stores: Sequence[Store | None], n: int) -> None:
     """Encode the tokens that leave the windows of several layers when each receives n more, many layers in one call.
 
     A block of one layer has so few tokens that a call takes longer than its work. `encoded_side` uses what was encoded
     if the layer then packs these tokens with this codec.
     """
     alike: dict[Any, list[tuple[PackedSide, Ahead, Tensor]]] = {}
-    for store in stores:
+    for store in filter(None, stores):
         leave, place = store.leaves(n), store.num_tokens - store.placement.tail
         for number, side in enumerate(store.sides if leave else ()):
             x = store.recent.data[number][:, :, :leave]

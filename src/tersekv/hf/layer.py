@@ -84,8 +84,7 @@ class CompressedLayer(CacheLayerMixin):
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Create the store with the shapes of the first tokens."""
         self.first_tokens = self.first_tokens or key_states.shape[2]
-        dims = key_states.shape[-1], value_states.shape[-1]
-        plan = self.plan.in_layer(self.first_tokens, self.sliding_window, *dims)
+        plan = self.plan.in_layer(self.first_tokens, self.sliding_window, key_states.shape[-1], value_states.shape[-1])
         rope = self.cache.ropes.needed_by(plan.keys, self.index)
         heads = self.cache.heads(key_states.shape[1])
         known = self.cache.ropes.known(self.index) if plan.policy.observes and rope is None else rope
@@ -154,10 +153,11 @@ class CompressedLayer(CacheLayerMixin):
         allotment = self.cache.allotment
         if allotment.layers and allotment.waits(self.index, Call(keys, values, padding, observed)):
             return
-        if keys.shape[2] > self.store.room and self.store.leaves(keys.shape[2]) and self.store.keys.ahead is None:
-            later = [layer.store for layer in compressed_layers(self.cache) if layer.index >= self.index]
-            encode_ahead([store for store in later if store is not None], keys.shape[2])
         progress, seen = self.cache.progress, self.store.num_tokens
+        if keys.shape[2] > self.store.room and progress.encoded != seen and self.store.leaves(keys.shape[2]):
+            progress.encoded = seen
+            later = [layer.store for layer in compressed_layers(self.cache) if layer.index >= self.index]
+            encode_ahead(later, keys.shape[2])
         progress.torn = True
         try:
             self.store.append(keys, values, padding, observed)

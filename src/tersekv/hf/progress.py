@@ -55,6 +55,7 @@ class Progress:
     def clear(self) -> None:
         """Reset the state, once all layers are empty."""
         self.freed = 0  # bytes of exact prompts freed since memory was returned to the system
+        self.encoded = -1  # tokens of a layer at the last call that encoded for all layers
         self.torn = False  # True while a layer changes; stays True if that change is interrupted
         self.steps, self.last, self.done, self.handles = 0, NOWHERE, {}, None
 
