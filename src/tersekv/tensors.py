@@ -25,15 +25,13 @@ def plain(fn: Callable[P, T]) -> Callable[P, T]:
 
     @functools.wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        cast, inference = (
-            [d for d in ("cpu", "cuda") if torch.is_autocast_enabled(d)],
-            torch.is_inference_mode_enabled(),
-        )
-        if not cast and not inference:
+        inference = torch.is_inference_mode_enabled()
+        if not (inference or torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")):
             return fn(*args, **kwargs)
         with contextlib.ExitStack() as outside:
-            for device in cast:
-                outside.enter_context(torch.autocast(device, enabled=False))
+            for device in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(device):
+                    outside.enter_context(torch.autocast(device, enabled=False))
             if inference:
                 outside.enter_context(torch.inference_mode(False))
                 outside.enter_context(torch.no_grad())
