@@ -112,12 +112,19 @@ def cache(recipe: str) -> str:
     return NAMES.get(recipe, f"`{recipe}`")
 
 
+KINDS = {
+    "family 25, model 1)": "Zen 3",
+    "family 26,": "Zen 5",
+    "family 6, model 106)": "Ice Lake",
+    "family 6,": "Xeon with AMX",
+}
+"""Kinds of CPU by their family, and the model where a family has several."""
+
+
 def cpu(row: Row) -> str:
-    """Return the kind of CPU that a row of a benchmark was measured on. All but those with AMX were made by AMD."""
-    for family, name in (("family 25, model 1)", "Zen 3"), ("family 26,", "Zen 5"), ("family 6,", "Xeon with AMX")):
-        if family in row["cpu"]:
-            return name
-    return {"avx512bf16": "Zen 4", "avx512": "Zen 5"}[row["isa"]]
+    """Return the kind of CPU that a row of a benchmark was measured on. Those without a family were made by AMD."""
+    named = next((kind for family, kind in KINDS.items() if family in row["cpu"]), None)
+    return named or {"avx512bf16": "Zen 4", "avx512": "Zen 5"}[row["isa"]]
 
 
 def middle(values: Sequence[float]) -> str:
