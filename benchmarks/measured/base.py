@@ -116,7 +116,7 @@ KINDS = {
     "family 25, model 1)": "Zen 3",
     "family 26,": "Zen 5",
     "family 6, model 106)": "Ice Lake",
-    "family 6,": "Xeon with AMX",
+    "family 6, model 207)": "Xeon with AMX",
 }
 """Kinds of CPU by their family, and the model where a family has several."""
 

@@ -211,8 +211,9 @@ def page() -> Page:
                 "A step",
                 "Milliseconds per token, and multiples of the full cache's speed. quanto and HQQ are the back ends of "
                 "transformers' `QuantizedCache`. In float32 at 1,024 tokens packing is not faster, because "
-                "attention is a small part of a step. A step is the mean over 16 tokens, over 32 in the run `icelake`: "
-                "of 32, one packs a block in all layers.\n\n![Time per token by length](step.svg)",
+                "attention is a small part of a step. A step is the mean over 32 tokens, of which one packs a block in "
+                "all layers; over 16 in the runs `amx` and `zen5`, of which it is one or none.\n\n"
+                "![Time per token by length](step.svg)",
                 decode_steps(), files, command,
             ),
             Section(

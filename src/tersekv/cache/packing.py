@@ -93,7 +93,7 @@ def encode_ahead(stores: Sequence[Store | None], n: int) -> None:
         for number, side in enumerate(store.sides if leave else ()):
             x = store.recent.data[number][:, :, :leave]
             if not x.is_meta and 2 * x.numel() <= _most_together(x):
-                before = coding.codec_input(side.codec, with_angles(store, number, x, place))
+                before = _inputs(store, number, side.codec, x, place)
                 ahead = Ahead(side.codec, place, x.clone(), {})
                 alike.setdefault((side.codec, x.device, x.shape), []).append((side, ahead, before))
     for (codec, _, shape), parts in alike.items():

@@ -173,7 +173,10 @@ class Store(Stateful):
         return self.chosen[0].waiting_queries() if self.chosen else None
 
     def leaves(self, n: int) -> int:
-        """Return how many tokens of the window appending n packs, or 0 if more than their codecs decides about them."""
+        """Return how many tokens of the window leave it to be packed when n are appended.
+
+        It is 0 where these tokens and the fitted codecs do not suffice to encode them as packing would.
+        """
         own = self.chosen or self.ranked or self.own or self.heads
         if own or n <= self.room or self.deferred or (self.rotary is not None and self.rotary.rope.varies):
             return 0

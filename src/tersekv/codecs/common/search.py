@@ -63,14 +63,13 @@ def _by_codec(codecs: Sequence[Any]) -> dict[int, ByHead]:
         group = next((group for group in alike if _same_options(codec, group[0])), None)
         alike.append([codec]) if group is None else group.append(codec)
     known: dict[int, ByHead] = {}
-    first: list[tuple[Any, ByHead]] = []
-    for group in alike:
-        like = next((of for other, of in first if len(group) == 1 and group[0].differs_in_bits(other)), None)
-        joint = _joined(group).searched_by(like)
-        first.append((group[0], joint))
-        heads = [codec.fitted["bits"].shape[1] for codec in group]
-        parts = zip(*(t.split(heads, 1) for t in joint), strict=True)
-        known |= {id(codec): ByHead(*part) for codec, part in zip(group, parts, strict=True)}
+    for codec, *others in alike:
+        done = (other for other, *_ in alike if id(other) in known and codec.differs_in_bits(other))
+        like = None if others else next((known[id(other)] for other in done), None)
+        group = [codec, *others]
+        heads = [one.fitted["bits"].shape[1] for one in group]
+        parts = zip(*(t.split(heads, 1) for t in _joined(group).searched_by(like)), strict=True)
+        known |= {id(one): ByHead(*part) for one, part in zip(group, parts, strict=True)}
     return known
 
 
