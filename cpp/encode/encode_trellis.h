@@ -7,15 +7,26 @@
 
 namespace tersekv {
 
-// Constants of kernels/trellis.py.
+// Constants of kernels/trellis.py and trellis_search.py.
 constexpr int64_t kTrellisWarmUpBits = 48, kTrellisLookAheadBits = 40, kTrellisRenormalise = 16;
 constexpr float kTrellisTypicalCost = 3.0f, kTrellisMargin = 4096.0f;
 constexpr int kTrellisLargest = 32767;
+constexpr int kTrellisNear = 4, kTrellisLeastNear = 3, kTrellisMostNear = 6;  // see near_entries there
+constexpr int kTrellisBins = 63;
 constexpr int kGainSteps = 16, kUnitGain = 144;  // steps per factor of two, and the code of gain 1
 
-constexpr int64_t kTrellisTask = 8;  // vectors that one task encodes
+constexpr int64_t kTrellisTask = 16;  // vectors that one task encodes
 
-// Units of a component's costs, see cost_units in kernels/trellis.py.
+constexpr bool has_near(int bits) { return bits >= kTrellisLeastNear && bits <= kTrellisMostNear; }
+
+// Near entries of one bin at a rate, for the search of trellis_search.h: kTrellisNear of each group, at
+// least 32 in all, and then as many marks. Entry i of group g is at place i * groups + g.
+constexpr int near_entries(int bits) {
+  const int all = kTrellisNear * (kTrellisStates >> bits);
+  return all < 32 ? 32 : all;
+}
+
+// Units of a component's costs, see cost_units in kernels/trellis_search.py.
 struct TrellisUnit {
   float unit, limit;
   int factor;
@@ -43,10 +54,11 @@ struct EncodeTrellis {
   uint8_t* gain = nullptr;     // [R, n], contiguous
   float* length = nullptr;     // [R, n], contiguous: root mean square of components, or null
   // Set by encode_trellis.
-  const float* gains = nullptr;        // [256], by code
-  const int16_t* scaled = nullptr;     // [9, 256], tables scaled to kTrellisLargest, states in reverse
-  const TrellisUnit* units = nullptr;  // [R, D]
-  const float* ends = nullptr;         // [9], largest absolute value of each table
+  const float* gains = nullptr;             // [256], by code
+  const int16_t* scaled = nullptr;          // [9, 256], tables scaled to kTrellisLargest, states in reverse
+  const TrellisUnit* units = nullptr;       // [R, D]
+  const float* ends = nullptr;              // [9], largest absolute value of each table
+  const int16_t* near[kTrellisRates] = {};  // by rate: near entries and marks of each bin, or null
 };
 
 // Gains float32 [256] by code.

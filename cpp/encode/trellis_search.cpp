@@ -1,10 +1,12 @@
 // The search for trellis codes, compiled once per instruction set, and the operations on 32 costs of
 // 16 bits that differ between them:
 //
+// - fill(x): lanes of x, which has the same 16 bits twice.
 // - scaled(entries, factor): product over 2^15, rounded. difference(a, b): signed, saturating.
 // - squared<s>(x): (2^s·x)² over 2^16. plus(a, b): unsigned, saturating. minus(a, b).
-// - choose: the smaller of two costs, and the distance that goes with it, plus `bit` if the second
-//   is smaller. choose_first: without distances so far.
+// - choose: the smaller of two costs, and the mark that goes with it, plus `bit` if the second is
+//   smaller. choose_first: without marks so far. pick: without `bit`.
+// - table<K>(best): best states for look_up<K>(table, marks), which returns the one of each mark.
 // - down<n>(x): lanes from n on, in lane 0 and later. head<n>(x): lanes from n on at their largest.
 // - from<K, z>(best): see Origin. least(x): over all lanes. equal(a, b): a bit per lane.
 #include "build.h"
@@ -19,6 +21,7 @@ struct Avx512Costs {
   static W load(const void* p) { return _mm512_loadu_si512(p); }
   static void store(void* p, W x) { _mm512_storeu_si512(p, x); }
   static W set1(int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); }
+  static W fill(uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
   static W min(W a, W b) { return _mm512_min_epu16(a, b); }
   static W plus(W a, W b) { return _mm512_adds_epu16(a, b); }
   static W minus(W a, W b) { return _mm512_sub_epi16(a, b); }
@@ -38,6 +41,18 @@ struct Avx512Costs {
   static void choose_first(W low, W high, int bit, W& least, W& from) {
     least = min(low, high);
     from = _mm512_maskz_mov_epi16(_mm512_cmplt_epu16_mask(high, low), set1(bit));
+  }
+  static void pick(W low, W high, W low_from, W high_from, W& least, W& from) {
+    least = min(low, high);
+    from = _mm512_mask_mov_epi16(low_from, _mm512_cmplt_epu16_mask(high, low), high_from);
+  }
+  template <int K>
+  static W table(W best) {
+    return best;
+  }
+  template <int K>
+  static W look_up(W table, W marks) {
+    return _mm512_permutexvar_epi16(marks, table);  // reads the lowest 5 bits of a mark
   }
   template <int N>
   static W down(W x) {
@@ -80,6 +95,10 @@ struct Avx2Costs {
     const __m256i all = _mm256_set1_epi16(static_cast<int16_t>(x));
     return {all, all};
   }
+  static W fill(uint32_t x) {
+    const __m256i all = _mm256_set1_epi32(static_cast<int32_t>(x));
+    return {all, all};
+  }
   static W min(W a, W b) { return {_mm256_min_epu16(a.lo, b.lo), _mm256_min_epu16(a.hi, b.hi)}; }
   static W plus(W a, W b) { return {_mm256_adds_epu16(a.lo, b.lo), _mm256_adds_epu16(a.hi, b.hi)}; }
   static W minus(W a, W b) { return {_mm256_sub_epi16(a.lo, b.lo), _mm256_sub_epi16(a.hi, b.hi)}; }
@@ -108,6 +127,40 @@ struct Avx2Costs {
   }
   static void choose_first(W low, W high, int bit, W& least, W& from) {
     choose(low, high, set1(0), set1(0), bit, least, from);
+  }
+  static void pick(W low, W high, W low_from, W high_from, W& least, W& from) {
+    choose(low, high, low_from, high_from, 0, least, from);
+  }
+  // With K = 3, an eighth of the lanes reads the best states whose lowest two bits are its number. Else each reads the
+  // first eight or sixteen.
+  template <int K>
+  static W table(W best) {
+    if constexpr (K > 3)
+      return {_mm256_permute2x128_si256(best.lo, best.lo, 0x00), _mm256_permute2x128_si256(best.lo, best.lo, 0x11)};
+    const __m256i pairs = _mm256_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15,  //
+                                           0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    const __m256i lo = _mm256_shuffle_epi8(best.lo, pairs), hi = _mm256_shuffle_epi8(best.hi, pairs);
+    return {_mm256_permutevar8x32_epi32(_mm256_unpacklo_epi32(lo, hi), order),
+            _mm256_permutevar8x32_epi32(_mm256_unpackhi_epi32(lo, hi), order)};
+  }
+  // The bytes of a best state's word are found from the distance in a mark's upper byte.
+  template <int K>
+  static __m256i look_up_half(__m256i first, __m256i second, __m256i marks) {
+    constexpr int kShift = K == 4 ? 3 : K == 6 ? 5 : 4, kBytes = K == 4 ? 0x1e1e : K == 6 ? 0x0606 : 0x0e0e;
+    const __m256i upper = _mm256_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15,  //
+                                           1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15);
+    const __m256i twice = _mm256_srli_epi16(_mm256_shuffle_epi8(marks, upper), kShift);
+    const __m256i bytes =
+        _mm256_or_si256(_mm256_and_si256(twice, _mm256_set1_epi16(kBytes)), _mm256_set1_epi16(0x0100));
+    const __m256i found = _mm256_shuffle_epi8(first, bytes);
+    if constexpr (K != 4) return found;
+    return _mm256_blendv_epi8(found, _mm256_shuffle_epi8(second, bytes), _mm256_slli_epi16(bytes, 3));
+  }
+  template <int K>
+  static W look_up(W table, W marks) {
+    const __m256i& other = K == 3 ? table.hi : table.lo;
+    return {look_up_half<K>(table.lo, table.hi, marks.lo), look_up_half<K>(other, table.hi, marks.hi)};
   }
   template <int N>
   static W down(W x) {  // only the first N lanes are used
@@ -166,6 +219,7 @@ struct BaselineCosts {
   }
   static void store(void* p, W x) { __builtin_memcpy(p, &x, sizeof(x)); }
   static W set1(int x) { return W{} + static_cast<uint16_t>(x); }
+  static W fill(uint32_t x) { return W{} + static_cast<uint16_t>(x); }
   static W min(W a, W b) { return a < b ? a : b; }
   static W plus(W a, W b) {
     const W sum = a + b;
@@ -193,6 +247,19 @@ struct BaselineCosts {
   }
   static void choose_first(W low, W high, int bit, W& least, W& from) {
     choose(low, high, set1(0), set1(0), bit, least, from);
+  }
+  static void pick(W low, W high, W low_from, W high_from, W& least, W& from) {
+    choose(low, high, low_from, high_from, 0, least, from);
+  }
+  template <int K>
+  static W table(W best) {
+    return best;
+  }
+  template <int K>
+  static W look_up(W table, W marks) {
+    W out{};
+    for (int i = 0; i < kCosts; i++) out[i] = table[marks[i] % kCosts];
+    return out;
   }
   template <int N>
   static W down(W x) {

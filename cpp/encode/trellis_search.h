@@ -1,10 +1,15 @@
-// The search of kernels/trellis.py for two vectors at a time: Viterbi over 256 states with costs of
+// The search of kernels/trellis_search.py for two vectors at a time: Viterbi over 256 states with costs of
 // 16 bits, 32 of them per vector.
 //
 // A state here is its window in reverse, newest bits lowest: u' = (u << k | c) & 255. The 2^k
 // states that lead to one u' >> k are therefore 256 >> k apart. The best of them is found in k
 // rounds, each of which compares the upper half of the remaining states with the lower half. A step
-// stores the distance of the best one, so that the trace back is one load per component.
+// stores a mark of the best one, whose upper byte is its distance, so that the trace back is one load
+// per component.
+//
+// Where only near entries may be taken, a step goes from the best states to the next best states
+// without the costs of all 256: a lane per near entry holds it and a mark, whose lower byte is the lane
+// of the best state before it.
 #pragma once
 
 #include "encode_trellis.h"
@@ -16,6 +21,7 @@ namespace {  // internal to each build of the search
 constexpr int kCosts = 32;                             // costs per vector
 constexpr int kCostVectors = kTrellisStates / kCosts;  // vectors that hold all costs
 constexpr int kTogether = 2;                           // vectors searched at once, which hide each other's latency
+constexpr int kTraced = 4;                             // vectors traced back at once, for the same reason
 constexpr int kStateBits = 8;
 
 // The lanes in a vector of best costs from which the states from 32·z on are reached.
@@ -28,22 +34,27 @@ struct Origin {
   }
 };
 
+// A number of 16 bits in both halves of a word: vectors of words are filled by their load.
+inline uint32_t twice(int x) { return (static_cast<uint32_t>(x) & 0xffff) * 0x10001; }
+
 // A component with at least one bit.
 struct Component {
   const int16_t* entries;  // scaled table, states in reverse
   const float* table;      // by window
   int bits;
-  int brought;  // bits of the components before it
-  int factor;
-  int place;  // of its choices
+  int brought;      // bits of the components before it
+  uint32_t factor;  // twice
+  int place;        // of its choices
   int64_t d;
+  const int16_t* near;  // see EncodeTrellis
 };
 
 // Room for the search of one vector.
 struct Lane {
   float* y;          // components with bits
-  int16_t* scaled;   // those in units of costs
-  uint16_t* chosen;  // for each step and best state, the distance of the state before it
+  uint32_t* scaled;  // those in units of costs, twice in a word
+  uint8_t* bins;     // of them
+  uint16_t* chosen;  // for each step and best state, the mark of the state before it
   uint8_t* windows;  // found last, by component with bits
 };
 
@@ -53,7 +64,7 @@ struct Paths {
   typename S::W cost[N][kCostVectors];
 };
 
-// Least costs of 32 states, and the distances of the states before them.
+// Least costs of 32 states, and the marks of the states before them.
 template <class S>
 struct Choice {
   typename S::W least, from;
@@ -63,8 +74,21 @@ struct Choice {
 template <class S>
 [[gnu::always_inline]] inline Choice<S> choice(const Choice<S>& low, const Choice<S>& high, int bit) {
   Choice<S> out;
-  S::choose(low.least, high.least, low.from, high.from, bit, out.least, out.from);
+  S::choose(low.least, high.least, low.from, high.from, bit << 8, out.least, out.from);
   return out;
+}
+
+// Choose between near entries.
+template <class S>
+[[gnu::always_inline]] inline Choice<S> nearest(const Choice<S>& low, const Choice<S>& high) {
+  Choice<S> out;
+  S::pick(low.least, high.least, low.from, high.from, out.least, out.from);
+  return out;
+}
+
+template <class S, int LANES>
+[[gnu::always_inline]] inline Choice<S> lower(const Choice<S>& x) {
+  return {S::template down<LANES>(x.least), S::template down<LANES>(x.from)};
 }
 
 // Return the least costs of states x·32 to x·32 + 31 after L rounds.
@@ -72,7 +96,7 @@ template <class S, int L>
 [[gnu::always_inline]] inline Choice<S> survivors(const typename S::W* cost, int x) {
   if constexpr (L == 1) {
     Choice<S> out;
-    S::choose_first(cost[x], cost[x + kCostVectors / 2], kTrellisStates / 2, out.least, out.from);
+    S::choose_first(cost[x], cost[x + kCostVectors / 2], kTrellisStates / 2 << 8, out.least, out.from);
     return out;
   } else {
     return choice<S>(survivors<S, L - 1>(cost, x), survivors<S, L - 1>(cost, x + (kCostVectors >> L)),
@@ -83,12 +107,52 @@ template <class S, int L>
 // Do one more round for states in one vector.
 template <class S, int LANES>
 [[gnu::always_inline]] inline Choice<S> halved(const Choice<S>& low) {
-  return choice<S>(low, {S::template down<LANES>(low.least), S::template down<LANES>(low.from)}, LANES);
+  return choice<S>(low, lower<S, LANES>(low), LANES);
 }
 
-// Search components [first, last), which have K bits each. step: number of steps before them.
+// Go on from the best states by the near entries of a component's bin, of K bits. off: the component.
+template <class S, int K>
+[[gnu::always_inline]] inline Choice<S> near_step(const typename S::W& best, const Component& c, int bin,
+                                                  const typename S::W& factor, const typename S::W& off) {
+  constexpr int kEntries = near_entries(K), kVectors = kEntries / kCosts, kGroups = kTrellisStates >> K;
+  const int16_t* entries = c.near + bin * 2 * kEntries;
+  const auto table = S::template table<K>(best);
+  Choice<S> found[kVectors];
+  repeat<kVectors>([&](auto x) TERSEKV_INLINE {
+    const auto marks = S::load(entries + kEntries + x * kCosts);
+    const auto difference = S::difference(S::scaled(S::load(entries + x * kCosts), factor), off);
+    const auto error = S::template squared<(K > 4 ? K - 4 : 0)>(difference);
+    found[x] = {S::plus(S::template look_up<K>(table, marks), error), marks};
+  });
+  if constexpr (kVectors == 4)
+    return nearest<S>(nearest<S>(found[0], found[2]), nearest<S>(found[1], found[3]));
+  else if constexpr (kVectors == 2) {
+    const Choice<S> two = nearest<S>(found[0], found[1]);
+    return nearest<S>(two, lower<S, kGroups>(two));
+  } else {
+    const Choice<S> two = nearest<S>(found[0], lower<S, 2 * kGroups>(found[0]));
+    return nearest<S>(two, lower<S, kGroups>(two));
+  }
+}
+
+// Subtract the least of the best states' costs from all.
+template <class S, int K>
+[[gnu::always_inline]] inline void renormalise(typename S::W* best, int vectors) {
+  auto least = S::template head<(kTrellisStates >> K)>(best[0]);
+  for (int x = 1; x < vectors; x++) least = S::min(least, best[x]);
+  const auto all = S::set1(S::least(least));
+  for (int x = 0; x < vectors; x++) best[x] = S::minus(best[x], all);
+}
+
+// How far a path has come: its steps and the bits of its components.
+struct Progress {
+  int64_t steps;
+  int bits;
+};
+
+// Search components [first, last), which have K bits each.
 template <class S, int K, int N>
-void search_run(const Component* components, int64_t first, int64_t last, int64_t step, const Lane* lanes,
+void search_run(const Component* components, int64_t first, int64_t last, Progress done, const Lane* lanes,
                 Paths<S, N>& paths) {
   using W = typename S::W;
   constexpr int kBest = K < 3 ? kCostVectors >> K : 1;
@@ -96,11 +160,11 @@ void search_run(const Component* components, int64_t first, int64_t last, int64_
   repeat<N>([&](auto v) TERSEKV_INLINE {
     repeat<kCostVectors>([&](auto z) TERSEKV_INLINE { cost[v][z] = paths.cost[v][z]; });
   });
-  for (int64_t i = first; i < last; i++, step++) {
-    const Component& c = components[i];
+  for (int64_t i = first; i < last; i++) {
     W best[N][kBest], off[N];
+    const auto due = [&] TERSEKV_INLINE { return done.steps % kTrellisRenormalise == kTrellisRenormalise - 1; };
     repeat<N>([&](auto v) TERSEKV_INLINE {
-      uint16_t* chosen = lanes[v].chosen + c.place;
+      uint16_t* chosen = lanes[v].chosen + components[i].place;
       repeat<kBest>([&](auto x) TERSEKV_INLINE {
         Choice<S> found = survivors<S, (K < 3 ? K : 3)>(cost[v], x);
         if constexpr (K > 3) found = halved<S, 16>(found);
@@ -111,16 +175,23 @@ void search_run(const Component* components, int64_t first, int64_t last, int64_
         best[v][x] = found.least;
         S::store(chosen + x * kCosts, found.from);
       });
-      off[v] = S::set1(lanes[v].scaled[i]);
     });
-    if (step % kTrellisRenormalise == kTrellisRenormalise - 1)
-      repeat<N>([&](auto v) TERSEKV_INLINE {
-        W least = S::template head<(kTrellisStates >> K)>(best[v][0]);
-        for (int x = 1; x < kBest; x++) least = S::min(least, best[v][x]);
-        const W all = S::set1(S::least(least));
-        for (int x = 0; x < kBest; x++) best[v][x] = S::minus(best[v][x], all);
-      });
-    const W factor = S::set1(c.factor);
+    if constexpr (has_near(K))
+      for (; components[i].near && i + 1 < last && done.bits + K >= kStateBits; i++, done.steps++, done.bits += K) {
+        const Component &c = components[i], &after = components[i + 1];
+        const W factor = S::fill(c.factor);
+        const bool subtract = due();
+        repeat<N>([&](auto v) TERSEKV_INLINE {
+          if (subtract) renormalise<S, K>(best[v], 1);
+          const auto found = near_step<S, K>(best[v][0], c, lanes[v].bins[i], factor, S::fill(lanes[v].scaled[i]));
+          best[v][0] = found.least;
+          S::store(lanes[v].chosen + after.place, found.from);
+        });
+      }
+    if (due()) repeat<N>([&](auto v) TERSEKV_INLINE { renormalise<S, K>(best[v], kBest); });
+    const Component& c = components[i];
+    repeat<N>([&](auto v) TERSEKV_INLINE { off[v] = S::fill(lanes[v].scaled[i]); });
+    const W factor = S::fill(c.factor);
     repeat<kCostVectors>([&](auto z) TERSEKV_INLINE {
       const W entries = S::scaled(S::load(c.entries + z * kCosts), factor);
       repeat<N>([&](auto v) TERSEKV_INLINE {
@@ -128,17 +199,19 @@ void search_run(const Component* components, int64_t first, int64_t last, int64_
         cost[v][z] = S::plus(S::template from<K, z>(best[v][Origin<K, z>::kVector]), error);
       });
     });
+    done.steps++;
+    done.bits += K;
   }
   repeat<N>([&](auto v) TERSEKV_INLINE {
     repeat<kCostVectors>([&](auto z) TERSEKV_INLINE { paths.cost[v][z] = cost[v][z]; });
   });
 }
 
-// Search components [first, last) after `step` steps.
+// Search components [first, last). done: before them; it is updated.
 template <class S, int N>
-void search_steps(const Component* components, int64_t first, int64_t last, int64_t step, const Lane* lanes,
+void search_steps(const Component* components, int64_t first, int64_t last, Progress& done, const Lane* lanes,
                   Paths<S, N>& paths) {
-  using Run = void (*)(const Component*, int64_t, int64_t, int64_t, const Lane*, Paths<S, N>&);
+  using Run = void (*)(const Component*, int64_t, int64_t, Progress, const Lane*, Paths<S, N>&);
   static constexpr Run runs[kTrellisRates] = {nullptr,
                                               search_run<S, 1, N>,
                                               search_run<S, 2, N>,
@@ -151,8 +224,10 @@ void search_steps(const Component* components, int64_t first, int64_t last, int6
   while (first < last) {
     int64_t end = first + 1;
     while (end < last && components[end].bits == components[first].bits) end++;
-    runs[components[first].bits](components, first, end, step, lanes, paths);
-    step += end - first;
+    const int bits = components[first].bits;
+    runs[bits](components, first, end, done, lanes, paths);
+    done.steps += end - first;
+    done.bits += static_cast<int>(end - first) * bits;
     first = end;
   }
 }
@@ -172,25 +247,49 @@ int best_state(const typename S::W* cost) {
   return kReversed[window];
 }
 
-// Return the state before a component that ended in `state`.
-inline int state_before(const Lane& lane, const Component& c, int state) {
-  const int best = state >> c.bits;
-  return best + lane.chosen[c.place + best];
-}
-
 // Search components [first, last) of a ring, where those from `count` on are the first ones again.
 template <class S, int N>
 void search_around(const Component* components, int64_t count, int64_t first, int64_t last, const Lane* lanes,
                    Paths<S, N>& paths) {
   const int64_t middle = last < count ? last : count;
-  search_steps<S, N>(components, first, middle, 0, lanes, paths);
-  search_steps<S, N>(components, 0, last - middle, middle - first, lanes, paths);
+  Progress done{0, 0};
+  search_steps<S, N>(components, first, middle, done, lanes, paths);
+  search_steps<S, N>(components, 0, last - middle, done, lanes, paths);
+}
+
+// Trace N paths back over a component from the states after it.
+template <int N>
+[[gnu::always_inline]] inline void trace(const Component& c, const uint16_t* const* chosen, int* state) {
+  for (int v = 0; v < N; v++) {
+    const int best = state[v] >> c.bits;
+    state[v] = best + (chosen[v][c.place + best] >> 8);
+  }
+}
+
+// Search the paths of N vectors, at most kTogether at once. begin(v, paths) sets the first costs, end(v, paths) reads
+// the last ones.
+template <class S, int N, class Begin, class End>
+void search_each_around(const Component* components, int64_t count, int64_t first, int64_t last, const Lane* lanes,
+                        Begin&& begin, End&& end) {
+  constexpr int kOnce = N < kTogether ? N : kTogether;
+  Paths<S, kOnce> paths;
+  for (int v = 0; v < N; v += kOnce) {
+    for (int w = 0; w < kOnce; w++) begin(v + w, paths.cost[w]);
+    search_around<S, kOnce>(components, count, first, last, lanes + v, paths);
+    for (int w = 0; w < kOnce; w++) end(v + w, paths.cost[w]);
+  }
 }
 
 template <class S, int N>
 void search_together(const Component* components, int64_t count, const Lane* lanes) {
-  Paths<S, N> paths;
+  using W = typename S::W;
   int state[N], ring[N];
+  const uint16_t* chosen[N];
+  uint8_t* windows[N];
+  for (int v = 0; v < N; v++) {
+    chosen[v] = lanes[v].chosen;
+    windows[v] = lanes[v].windows;
+  }
   const int total = components[count - 1].brought + components[count - 1].bits;
   int64_t begin = 0;
   while (begin < count && components[begin].brought < kTrellisWarmUpBits) begin++;
@@ -200,48 +299,61 @@ void search_together(const Component* components, int64_t count, const Lane* lan
   };
   int64_t end = begin;
   while (end < begin + count && before(end) < warm + kTrellisLookAheadBits) end++;
-  for (int v = 0; v < N; v++)
-    for (auto& cost : paths.cost[v]) cost = S::set1(0);
-  search_around<S, N>(components, count, 0, end, lanes, paths);
-  for (int v = 0; v < N; v++) state[v] = best_state<S>(paths.cost[v]);
-  for (int64_t i = end - 1; i >= begin; i--)
-    for (int v = 0; v < N; v++) state[v] = state_before(lanes[v], components[i < count ? i : i - count], state[v]);
-  for (int v = 0; v < N; v++) {
-    alignas(64) uint16_t cost[kTrellisStates];
-    for (uint16_t& x : cost) x = 0xffff;
-    cost[ring[v] = state[v]] = 0;
-    for (int z = 0; z < kCostVectors; z++) paths.cost[v][z] = S::load(cost + z * kCosts);
-  }
-  search_around<S, N>(components, count, begin, begin + count, lanes, paths);
-  for (int64_t i = begin + count - 1; i >= begin; i--) {
+  search_each_around<S, N>(
+      components, count, 0, end, lanes,
+      [](int, W* cost) {
+        for (int z = 0; z < kCostVectors; z++) cost[z] = S::set1(0);
+      },
+      [&](int v, const W* cost) { state[v] = best_state<S>(cost); });
+  for (int64_t i = end - 1; i >= begin; i--) trace<N>(components[i < count ? i : i - count], chosen, state);
+  for (int v = 0; v < N; v++) ring[v] = state[v];
+  search_each_around<S, N>(
+      components, count, begin, begin + count, lanes,
+      [&](int v, W* to) {
+        alignas(64) uint16_t cost[kTrellisStates];
+        for (uint16_t& x : cost) x = 0xffff;
+        cost[ring[v]] = 0;
+        for (int z = 0; z < kCostVectors; z++) to[z] = S::load(cost + z * kCosts);
+      },
+      [](int, const W*) {});
+  int64_t i = begin + count - 1;
+  const auto back = [&] TERSEKV_INLINE {
     const int64_t at = i < count ? i : i - count;
-    const Component& c = components[at];
+    for (int v = 0; v < N; v++) windows[v][at] = kReversed[state[v]];
+    trace<N>(components[at], chosen, state);
+  };
+  for (; i >= begin && before(i) - warm >= kStateBits; i--) back();
+  for (; i >= begin; i--) {
+    back();
     const int brought = before(i) - warm;
-    for (int v = 0; v < N; v++) {
-      lanes[v].windows[at] = kReversed[state[v]];
-      state[v] = state_before(lanes[v], c, state[v]);
-      if (brought < kStateBits)  // costs that saturate do not tell the ring's path from others
-        state[v] = (state[v] & ((1 << brought) - 1)) | (ring[v] << brought & (kTrellisStates - 1));
-    }
+    for (int v = 0; v < N; v++)  // costs that saturate do not tell the ring's path from others
+      state[v] = (state[v] & ((1 << brought) - 1)) | (ring[v] << brought & (kTrellisStates - 1));
   }
 }
 
-// Search the windows of n vectors, at most kTogether, with their components divided by gains. unit,
-// limit: of each component, see TrellisUnit.
+// Search the windows of n vectors, at most kTraced, with their components divided by gains. unit,
+// limit, per_bin: of each component, see Row.
 template <class S>
 void search_vectors(const Component* components, int64_t count, const float* unit, const float* limit,
-                    const Lane* lanes, const float* gain, int64_t n) {
+                    const float* per_bin, const Lane* lanes, const float* gain, int64_t n) {
   for (int64_t v = 0; v < n; v++) {
     const float *from = lanes[v].y, own = gain[v];
-    int16_t* scaled = lanes[v].scaled;
+    uint32_t* scaled = lanes[v].scaled;
+    uint8_t* bins = lanes[v].bins;
     for (int64_t i = 0; i < count; i++) {
       float y = __builtin_rintf(from[i] / own * unit[i]);
       y = y < limit[i] ? y : limit[i];
-      scaled[i] = static_cast<int16_t>(static_cast<int32_t>(y > -limit[i] ? y : -limit[i]));
+      y = y > -limit[i] ? y : -limit[i];
+      scaled[i] = twice(static_cast<int32_t>(y));
+      constexpr float kMost = kTrellisBins;
+      float bin = __builtin_rintf(y * per_bin[i]);
+      bin = bin < kMost ? bin : kMost;
+      bins[i] = static_cast<uint8_t>(static_cast<int32_t>((bin > -kMost ? bin : -kMost) + kMost));
     }
   }
-  if (n == kTogether) return search_together<S, kTogether>(components, count, lanes);
-  for (int64_t v = 0; v < n; v++) search_together<S, 1>(components, count, lanes + v);
+  if (n == kTraced) return search_together<S, kTraced>(components, count, lanes);
+  if (n >= kTogether) search_together<S, kTogether>(components, count, lanes);
+  if (n % kTogether) search_together<S, 1>(components, count, lanes + n - 1);
 }
 
 }  // namespace

@@ -37,8 +37,9 @@ struct Row {
   Component* components;
   int64_t count;
   float *unit, *limit, *weight;
-  float* reach;  // see first_gains in kernels/trellis.py
-  float enough;  // error at a gain of 1 below which no other gain is tried
+  float* per_bin;  // bins per unit of a scaled component
+  float* reach;    // see first_gains in kernels/trellis.py
+  float enough;    // error at a gain of 1 below which no other gain is tried
 };
 
 // A vector while its gain is searched.
@@ -85,21 +86,21 @@ inline float* zeros(int64_t floats) {
   return made;
 }
 
-// Search n vectors with their gains `tried`, two at a time. after(vector, windows) is called for each.
+// Search n vectors with their gains `tried`, kTraced at a time. after(vector, windows) is called for each.
 template <class S, class After>
 void search_each(const EncodeTrellis& call, const Row& row, const Lane* lanes, Gained* const* vectors, int64_t n,
                  After&& after) {
-  for (int64_t i = 0; i < n; i += kTogether) {
-    const int64_t together = n - i < kTogether ? n - i : kTogether;
-    Lane own[kTogether];
-    float gain[kTogether];
+  for (int64_t i = 0; i < n; i += kTraced) {
+    const int64_t together = n - i < kTraced ? n - i : kTraced;
+    Lane own[kTraced];
+    float gain[kTraced];
     for (int64_t v = 0; v < together; v++) {
       const Gained& vector = *vectors[i + v];
       own[v] = lanes[v];
       own[v].y = vector.y;
       gain[v] = call.gains[vector.tried > 1 ? vector.tried : 1];
     }
-    search_vectors<S>(row.components, row.count, row.unit, row.limit, own, gain, together);
+    search_vectors<S>(row.components, row.count, row.unit, row.limit, row.per_bin, own, gain, together);
     for (int64_t v = 0; v < together; v++) after(*vectors[i + v], own[v].windows);
   }
 }
@@ -164,17 +165,21 @@ void components_of(const EncodeTrellis& call, int64_t row, int64_t first, int64_
     const float* from = call.y + row * call.y_r + (first + v) * call.y_n;
     for (int64_t d = 0; d < D; d++) x[v * D + d] = from[d * call.y_d] - shift[d];
   }
-  for (int64_t v = n; v < kTrellisTask; v++)
+  constexpr int kOnce = 8;  // vectors whose sums stay in registers
+  for (int64_t v = n; v < round_up(n, kOnce); v++)
     for (int64_t d = 0; d < D; d++) x[v * D + d] = 0.0f;
-  for (int64_t column = 0; column < columns; column += kLanes) {
-    typename S::F sums[kTrellisTask];
-    repeat<kTrellisTask>([&](auto v) TERSEKV_INLINE { sums[v] = S::set1(0.0f); });
-    for (int64_t d = 0; d < D; d++) {
-      const typename S::F entries = S::load(inverse + d * columns + column);
-      repeat<kTrellisTask>([&](auto v) TERSEKV_INLINE { sums[v] = S::fma(S::set1(x[v * D + d]), entries, sums[v]); });
+  for (int64_t column = 0; column < columns; column += kLanes)
+    for (int64_t at = 0; at < n; at += kOnce) {
+      const float* own = x + at * D;
+      float* to = y + at * columns + column;
+      typename S::F sums[kOnce];
+      repeat<kOnce>([&](auto v) TERSEKV_INLINE { sums[v] = S::set1(0.0f); });
+      for (int64_t d = 0; d < D; d++) {
+        const typename S::F entries = S::load(inverse + d * columns + column);
+        repeat<kOnce>([&](auto v) TERSEKV_INLINE { sums[v] = S::fma(S::set1(own[v * D + d]), entries, sums[v]); });
+      }
+      repeat<kOnce>([&](auto v) TERSEKV_INLINE { S::store(to + v * columns, sums[v]); });
     }
-    repeat<kTrellisTask>([&](auto v) TERSEKV_INLINE { S::store(y + v * columns + column, sums[v]); });
-  }
 }
 
 // Encode vectors [first, last) of a row, at most kTrellisTask. C: operations on costs; S: on floats.
@@ -182,8 +187,14 @@ template <class C, class S>
 void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last) {
   reset_scratch();
   const int64_t D = call.D, n = last - first;
-  Row own{
-      scratch_of<Component>(D), 0, scratch(D), scratch(D), zeros(D), zeros(D), call.enough ? call.enough[row] : 0.0f};
+  Row own{scratch_of<Component>(D),
+          0,
+          scratch(D),
+          scratch(D),
+          zeros(D),
+          scratch(D),
+          zeros(D),
+          call.enough ? call.enough[row] : 0.0f};
   int place = 0, brought = 0;
   for (int64_t d = 0; d < D; d++) {
     const int bits = call.bits[row * D + d];
@@ -191,27 +202,31 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
     const TrellisUnit& unit = call.units[row * D + d];
     own.unit[own.count] = unit.unit;
     own.limit[own.count] = unit.limit;
+    own.per_bin[own.count] = static_cast<float>(kTrellisBins) / static_cast<float>(unit.factor > 1 ? unit.factor : 1);
     own.weight[own.count] = call.weight[row * D + d];
     own.components[own.count++] = {call.scaled + bits * kTrellisStates,
                                    call.entries + bits * kTrellisStates,
                                    bits,
                                    brought,
-                                   unit.factor,
+                                   twice(unit.factor),
                                    place,
-                                   d};
+                                   d,
+                                   call.near[bits]};
     brought += bits;
     place += kTrellisStates >> bits < kCosts ? kCosts : kTrellisStates >> bits;
   }
   float expected = 0.0f;
-  for (int64_t a = 0; a < own.count; a++) expected += __builtin_ldexpf(own.weight[a], -2 * own.components[a].bits);
+  for (int64_t a = 0; a < own.count; a++)
+    expected += own.weight[a] / static_cast<float>(1 << 2 * own.components[a].bits);
   for (int64_t a = 0; a < own.count; a++) {
     const Component& c = own.components[a];
     const float end = call.ends[c.bits], product = own.weight[a] * end, sum = product * end + expected;
     own.reach[a] = product / (sum > 1e-30f ? sum : 1e-30f);
   }
-  Lane lanes[kTogether];
+  Lane lanes[kTraced];
   for (Lane& lane : lanes)
-    lane = {nullptr, scratch_of<int16_t>(D), scratch_of<uint16_t>(place), scratch_of<uint8_t>(D)};
+    lane = {nullptr, scratch_of<uint32_t>(D), scratch_of<uint8_t>(D), scratch_of<uint16_t>(place),
+            scratch_of<uint8_t>(D)};
   const float* y = call.y + row * call.y_r + first * call.y_n;
   int64_t y_n = call.y_n, y_d = call.y_d;
   if (call.inverse) {

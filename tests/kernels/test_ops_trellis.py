@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tersekv.codecs.codebooks.trellis import trellis_entries
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.kernels import trellis as search
+from tersekv.kernels import trellis_search as search
 from tersekv.kernels.cpu import encode as native
 from tersekv.kernels.trellis import encode_trellis, gains, pack_stream, pack_trellis, pack_vectors, windows_of
 from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
@@ -183,6 +183,22 @@ def test_a_first_state_from_some_components_costs_little(monkeypatch, rates, mos
     monkeypatch.setattr(search, "LOOK_AHEAD_BITS", sum(rates))
     whole = encode_trellis.reference(y, weight, bits, tables())
     ours, theirs = (squared_error(y, weight, bits, found).sum() for found in (windows, whole))
+    assert ours < most * theirs
+
+
+@pytest.mark.parametrize(
+    ("rates", "most"), [([3] * 64, 1.001), ([4] * 64, 1.001), ([5] * 64, 1.004), ([6] * 64, 1.008), (FALLING, 1.001)]
+)
+def test_near_entries_cost_little(monkeypatch, rates, most):
+    """The bound is relative to paths that may take any entry."""
+    torch.manual_seed(0)
+    bits = torch.tensor([rates], dtype=torch.uint8)
+    y, weight = torch.randn(1, 2000, 64), 4.0 ** (bits.float() - 5)
+    windows = native.encode_trellis(y, weight, bits, tables())
+    monkeypatch.setattr(search, "NEAR_RATES", ())
+    any_entry = encode_trellis.reference(y, weight, bits, tables())
+    assert not torch.equal(windows, any_entry), "near entries change nothing"
+    ours, theirs = (squared_error(y, weight, bits, found).sum() for found in (windows, any_entry))
     assert ours < most * theirs
 
 

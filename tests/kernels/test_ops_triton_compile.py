@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for sm_90, and some for other GPUs, without a GPU.
+"""Every Triton kernel compiles for sm_90, and some for a GPU of AMD, without a GPU.
 
 The compiler may refuse code that the interpreter runs, or need more shared memory than exists.
 """
@@ -18,7 +18,7 @@ import pytest
 from tersekv.kernels import triton
 
 PROGRAM = Path(__file__).parents[1] / "support" / "compile_triton.py"
-SHARED_BYTES = {"sm_90": 227 * 1024, "sm_86": 99 * 1024, "gfx942": 64 * 1024}
+SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a program."""
 ELSEWHERE = [
     "exact before RoPE, head dim 256", "polar, head dim 256", "a rotation before RoPE, head dim 128",
@@ -26,7 +26,7 @@ ELSEWHERE = [
     "a step with bases", "merge", "pages of grids by address", "pages of outliers before RoPE by address",
     "latents of trellis, 128 heads",
 ]  # fmt: skip
-"""Calls that are also compiled for the other GPUs."""
+"""Calls that are also compiled for a GPU of AMD."""
 
 pytestmark = [
     pytest.mark.skipif(triton.why_not_installed() is not None, reason=str(triton.why_not_installed())),
@@ -76,11 +76,11 @@ def test_pages_by_address_are_loaded_as_wide_as_arguments(records):
     assert pages["narrow_loads"] == 0
 
 
-@pytest.mark.parametrize("target", ["sm_86", "gfx942"])
-def test_calls_compile_for_other_gpus(target):
-    made = compiled(target, *ELSEWHERE)
+def test_calls_compile_for_amd():
+    """`test_ops_triton_counts.py` compiles for other GPUs of NVIDIA, some of which have 99 KB of shared memory."""
+    made = compiled("gfx942", *ELSEWHERE)
     assert [record["call"] for record in made] == ELSEWHERE
-    check(made, target)
+    check(made, "gfx942")
 
 
 def kernels_in(path: Path) -> set[str]:

@@ -23,9 +23,16 @@ pytestmark = [
 ]
 
 
-@pytest.mark.parametrize("target", ["sm_80", "sm_90", "sm_120"])
-def test_counts_are_those_of_the_record(tmp_path, target):
+TARGETS = ["sm_80", "sm_90", "sm_120"]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_counts_are_those_of_the_record(tmp_path, target, request):
+    """Each GPU has its third of the layouts, with `--every` all: a compiler takes 45 s for the layouts of one."""
     held = {row["format"]: row for row in runs.read(RECORD) if row["target"] == target}
+    assert len(held) == 28
+    if not request.config.getoption("every"):
+        held = {name: held[name] for name in sorted(held)[TARGETS.index(target) :: len(TARGETS)]}
     from tersekv.versions import package_version
 
     if (used := package_version("triton")) != (recorded := next(iter(held.values()))["triton"]):
@@ -36,7 +43,7 @@ def test_counts_are_those_of_the_record(tmp_path, target):
     done = subprocess.run(call, env=environment | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     found = runs.read(tmp_path / "counts.jsonl")
-    assert len(found) == len(held) == 28
+    assert len(found) == len(held)
     for row in found:
         for name in ("lane_instructions_per_code", "barriers", "stack_bytes", "shared"):
             assert row[name] <= held[row["format"]][name], (row["format"], name, json.dumps(row))

@@ -11,7 +11,8 @@ import torch
 
 from tersekv.kernels import backends
 from tersekv.kernels.basis import basis_components, basis_product, unpacked_basis
-from tersekv.kernels.trellis import cost_units, first_search, pack_trellis, pack_vectors
+from tersekv.kernels.trellis import pack_trellis, pack_vectors
+from tersekv.kernels.trellis_search import cost_units, first_search
 from tersekv.kernels.triton import encode, pack
 from test_ops_basis import drawn
 from test_ops_trellis import packed_error, tables, vector_call

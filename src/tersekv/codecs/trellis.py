@@ -41,7 +41,8 @@ from tersekv.codecs.common.search import ByHead, searched
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import inverses, quantised_rows, unpacked_basis
-from tersekv.kernels.trellis import MOST_BITS, STATES, largest_gain
+from tersekv.kernels.trellis import largest_gain
+from tersekv.kernels.trellis_search import MOST_BITS, STATES
 from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
 from tersekv.layouts.basis import InBasis
 from tersekv.layouts.mean_removed import Biased

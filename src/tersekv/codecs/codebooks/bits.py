@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tersekv.kernels.trellis import MOST_BITS
+from tersekv.kernels.trellis_search import MOST_BITS
 
 SQUARED_ERROR = {
     "trellis": (1.0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175, 0.00064, 0.000193, 0.000095),

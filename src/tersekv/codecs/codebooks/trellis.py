@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tersekv.codecs.codebooks.lloyd_max import gaussian_table
-from tersekv.kernels.trellis import MOST_BITS, STATES
+from tersekv.kernels.trellis_search import MOST_BITS, STATES
 from tersekv.tensors import cached_table
 
 SHIPPED = Path(__file__).with_suffix(".safetensors")

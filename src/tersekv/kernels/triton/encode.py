@@ -24,7 +24,7 @@ from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.encode_polar import stream_offsets
 from tersekv.kernels.encode_sparse import BLOCK_TOKENS, MAX_CHANNELS, Entries, ranks_of
 from tersekv.kernels.lanes import LANES, packed_shape
-from tersekv.kernels.trellis import MOST_BITS, CostUnits, cost_units, first_search, scaled
+from tersekv.kernels.trellis_search import MOST_BITS, CostUnits, cost_units, first_search, scaled
 from tersekv.kernels.triton import joins, on_own_device, why_not_usable
 
 TILE = 128
@@ -341,17 +341,17 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
     place, stop = (x.int() for x in first_search(bits))
     at_a_time = max(1, VECTORS_AT_A_TIME // R)
     parts = [
-        _windows(scaled(part, units.unit.unsqueeze(1), units.limit.unsqueeze(1)), units, bits, place, stop)
+        _windows(scaled(part, units.unit.unsqueeze(1), units.limit.unsqueeze(1)), units, bits, place, stop, tables)
         for part in y.float().split(at_a_time, dim=1)
     ]
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _windows(y: Tensor, units: CostUnits, bits: Tensor, place: Tensor, stop: Tensor) -> Tensor:
+def _windows(y: Tensor, units: CostUnits, bits: Tensor, place: Tensor, stop: Tensor, tables: Tensor) -> Tensor:
     R, n, D = y.shape
     windows, taken = y.new_empty((R, n, D), dtype=torch.uint8), stored_paths(y)
     units = units._replace(factor=units.factor.contiguous())
-    search_windows(windows, taken, y.contiguous(), units, bits, place, stop)
+    search_windows(windows, taken, y.contiguous(), units, bits, place, stop, tables)
     return windows
 
 
@@ -369,18 +369,19 @@ def search_windows(
     bits: Tensor,
     place: Tensor,
     stop: Tensor,
+    tables: Tensor,
     unless: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Search windows uint8 [R, n, D] of scaled components int32 [R, n, D], in four launches.
 
-    taken: see `stored_paths`. unless: errors and bounds float32 [R, n]. Programs are skipped if all
-    their vectors have errors below the bounds; their windows are not written.
+    taken: see `stored_paths`. tables: [9, 256]. unless: errors and bounds float32 [R, n]. Programs are
+    skipped if all their vectors have errors below the bounds; their windows are not written.
     """
-    kernels = importlib.import_module("tersekv.kernels.triton.trellis")
-    R, n, D = y.shape
+    kernels, (R, n, D) = importlib.import_module("tersekv.kernels.triton.trellis"), y.shape
+    near = importlib.import_module("tersekv.kernels.triton.tables").near(tables)
     ends, (least, enough) = y.new_empty((R, n), dtype=torch.int32), unless or (y, y)
     grid, sizes = (-(-n // VECTORS), R), (least, enough, n, D, MOST_BITS * D)
     for closed in (False, True):
         options = {"CLOSED": closed, "SOME": unless is not None, "VECTORS": VECTORS, "num_warps": VECTORS}
-        kernels.search[grid](taken, ends, y, units.factor, bits, units.entries, place, stop, *sizes, **options)
+        kernels.search[grid](taken, ends, y, units.factor, bits, units.entries, near, place, stop, *sizes, **options)
         kernels.trace[grid](windows, ends, taken, bits, place, stop, *sizes, **options)

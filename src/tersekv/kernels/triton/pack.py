@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tersekv.kernels import basis as basis_operators
 from tersekv.kernels import trellis as trellis_operators
-from tersekv.kernels.trellis import CostUnits
+from tersekv.kernels.trellis_search import CostUnits
 from tersekv.kernels.triton import encode, joins, on_own_device, why_not_usable
 
 VECTORS = 4
@@ -94,8 +94,9 @@ def _packed(
         entries, factor, unit, limit, reach, place, stop, weight, bits, tables, D, **options
     )  # fmt: skip
     units = CostUnits(entries, factor, unit, limit)
+    more = words, steps, enough
     parts = [
-        _packed_part(part.float().contiguous(), weight, bits, tables, units, reach, place, stop, words, steps, enough)
+        _packed_part(part.float().contiguous(), weight, bits, tables, units, reach, place, stop, *more)
         for part in y.split(max(1, encode.VECTORS_AT_A_TIME // R), dim=1)
     ]
     if len(parts) == 1:
@@ -129,7 +130,7 @@ def _packed_part(
     )  # fmt: skip
     for i, step in enumerate([*steps, None]):
         unless = (least, last) if i else None
-        encode.search_windows(found, paths, scaled, units, bits, place, stop, unless)
+        encode.search_windows(found, paths, scaled, units, bits, place, stop, tables, unless)
         kernels.keep_better[grid](
             scaled, windows, tried, middle, kept, least, last, found, y, weight, bits, tables, *own, n, D, step or 0,
             FIRST=i == 0, NEXT=step is not None, VECTORS=VECTORS, **options,

@@ -1,4 +1,4 @@
-"""Kernels around the search for trellis codes (`kernels/trellis.py`), and products with a basis of
+"""Kernels around the search for trellis codes (`kernels/trellis_search.py`), and products with a basis of
 6-bit entries (`kernels/basis.py`).
 
 A call that packs vectors launches `units` and `first_gain`, then for each gain the search of
@@ -14,7 +14,7 @@ import triton.language as tl
 from tersekv.kernels.triton.encode_kernels import ROUNDER
 from tersekv.kernels.triton.trellis import GAIN_STEPS, LARGEST, STATE_BITS, STATES, UNIT_GAIN
 
-# Constants of `kernels/trellis.py`.
+# Constants of `kernels/trellis.py` and `kernels/trellis_search.py`.
 WARM_UP_BITS: tl.constexpr = tl.constexpr(48)
 LOOK_AHEAD_BITS: tl.constexpr = tl.constexpr(40)
 TYPICAL_COST: tl.constexpr = tl.constexpr(3.0)

@@ -11,7 +11,9 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-_halves = WeakTensorKeyDictionary()
+from tersekv.kernels.trellis_search import near_entries, scaled_entries
+
+_halves, _near = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
 
 ALIGNMENT = 8192
@@ -29,6 +31,14 @@ def aligned(x: Tensor, shape: Sequence[int] = (), places: Any = ...) -> Tensor:
         _halves[x] = room[first : first + math.prod(shape)].view(shape)
         _halves[x][places] = x.half()
     found: Tensor = _halves[x]
+    return found
+
+
+def near(entries: Tensor) -> Tensor:
+    """Return `near_entries` of a trellis's tables [9, 256] as uint8, the same tensor each time."""
+    if entries not in _near:
+        _near[entries] = near_entries(scaled_entries(entries.float())).to(torch.uint8)
+    found: Tensor = _near[entries]
     return found
 
 

@@ -1,4 +1,4 @@
-"""Loaders of `trellis` (`layouts/trellis.py`) and the search for its codes (`kernels/trellis.py`).
+"""Loaders of `trellis` (`layouts/trellis.py`) and the search for its codes (`kernels/trellis_search.py`).
 
 Loaders read any component by itself: two words of its token's ring, and a codebook. The bits of a
 component depend on the head, so the position of its window is computed once for all tokens of a
@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from triton.language.target_info import is_cuda
 
+from tersekv.kernels.triton.encode_kernels import ROUNDER
 from tersekv.kernels.triton.leaves import BLOCK, CHANNELS, PADDED, STREAM_WORDS
 from tersekv.kernels.triton.tiles import INTERPRETED, head_at, inverse, largest, once, product, stored_at, tokens_at
 
@@ -141,10 +142,12 @@ def trellis_sums(loaded, p):
     return product(tl.trans(x), weights.to(tl.float16)) * (most * GAIN_ROOM)
 
 
-# Constants of `kernels/trellis.py`.
+# Constants of `kernels/trellis.py` and `kernels/trellis_search.py`.
 LARGEST: tl.constexpr = tl.constexpr(32767)
 MOST_COST: tl.constexpr = tl.constexpr(65535)
 RENORMALISE: tl.constexpr = tl.constexpr(16)
+BINS: tl.constexpr = tl.constexpr(63)
+LEAST_NEAR, MOST_NEAR = tl.constexpr(3), tl.constexpr(6)
 STATE_BITS: tl.constexpr = tl.constexpr(8)
 ROUND_BYTES: tl.constexpr = tl.constexpr(16)
 """Bytes that a round stores: 128 bits."""
@@ -170,12 +173,13 @@ def _due(least, enough, vector, ok):
 
 @triton.jit
 def search(
-    taken, ends, y, factor, bits, entries, place, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr,
+    taken, ends, y, factor, bits, entries, near, place, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr,
     SOME: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """Forward pass of the search. Grid (tiles of vectors, R).
 
-    y int32 [R, n, D] in units of costs, factor int16 and bits uint8 [R, D], entries int16 [9, 256].
+    y int32 [R, n, D] in units of costs, factor int16 and bits uint8 [R, D], entries int16 [9, 256], near
+    uint8 [9, 2·BINS + 1, 256] by `near_entries`.
     The first Σ bits rounds of a row are written to taken uint8 [R, n, rounds, 16].
 
     place and stop int32 [R] are those of `first_search`. CLOSED: paths begin in the states `ends`
@@ -203,9 +207,16 @@ def search(
         last = tl.where(_due(least, enough, vector, v < n), last, first)
     to = taken + (vector * rounds * ROUND_BYTES)[:, None] + tl.arange(0, ROUND_BYTES)[None, :]
     steps = 0
+    brought = 0
+    before = begin * 0  # bits of the component before, if paths take near entries where as many follow
+    bin = tl.zeros((VECTORS,), tl.int32)
     for step in range(first, last):
         d = tl.where(step < D, step, step - D)
         width = tl.load(bits + row * D + d).to(tl.int32)
+        before = tl.where(step == D, 0, before)
+        if (width == before) & (width > 0):
+            nearby = tl.load(near + (width * (2 * BINS + 1) + bin[:, None]) * STATES + state[None, :])
+            cost = tl.where(nearby > 0, cost, MOST_COST + 1)
         for _ in range(width):
             cost, odd = _halved(cost, VECTORS)
             tl.store(to, odd, mask=(v < n)[:, None] & (step >= begin))
@@ -215,7 +226,15 @@ def search(
         steps += tl.where(width > 0, 1, 0)
         own = tl.load(factor + row * D + d).to(tl.int32)
         off = (tl.load(entries + width * STATES + state).to(tl.int32) * own + (1 << 14)) >> 15
-        off = off[None, :] - tl.load(y + vector * D + d, mask=v < n, other=0)[:, None]
+        own_y = tl.load(y + vector * D + d, mask=v < n, other=0)
+        off = off[None, :] - own_y[:, None]
+        if width > 0:
+            per_bin = tl.div_rn(own * 0.0 + BINS, tl.maximum(own, 1).to(tl.float32))
+            exact = tl.minimum(tl.maximum(own_y.to(tl.float32) * per_bin, -BINS), BINS)
+            bin = ((exact + ROUNDER) - ROUNDER).to(tl.int32) + BINS
+            some = (width >= LEAST_NEAR) & (width <= MOST_NEAR) & (brought + width >= STATE_BITS)
+            before = tl.where(some, width, 0)
+            brought += width
         size = tl.abs(tl.minimum(tl.maximum(off, -LARGEST - 1), LARGEST))
         shift = tl.maximum(width - 4, 0)
         most = (shift * 0 + MOST_COST) >> shift
