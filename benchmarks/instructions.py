@@ -66,11 +66,13 @@ def attention(heads: HeadCounts, tokens: int, segments: dict[str, Any]) -> Itera
 
 def searching(heads: HeadCounts, tokens: int) -> Iterator[tuple[str, Run]]:
     """Yield the search for trellis codes of `tokens` tokens."""
-    y, bits = torch.randn(heads.kv, tokens, heads.dim), torch.full((heads.kv, heads.dim), 2, dtype=torch.uint8)
-    yield (
-        "encode_trellis, 2 bits",
-        lambda: encode.encode_trellis(y, torch.ones(bits.shape), bits, trellis_entries("cpu")),
-    )
+    y, tables = torch.randn(heads.kv, tokens, heads.dim), trellis_entries("cpu")
+    for rate in (2, 4):
+        bits = torch.full((heads.kv, heads.dim), rate, dtype=torch.uint8)
+        yield (
+            f"encode_trellis, {rate} bits",
+            lambda bits=bits: encode.encode_trellis(y, torch.ones(bits.shape), bits, tables),
+        )
 
 
 def encoding(heads: HeadCounts, tokens: int) -> Iterator[tuple[str, Run]]:

@@ -27,7 +27,7 @@ def test_every_op_runs(program):
     ]  # fmt: skip
     names = [name for name, _ in calls]
     assert len(set(names)) == len(names) == 13
-    assert {"grid4", "exact", "encode_polar, 4-2-2-2", "encode_trellis, 2 bits"} <= set(names)
+    assert {"grid4", "exact", "encode_polar, 4-2-2-2", "encode_trellis, 4 bits"} <= set(names)
     for _, call in calls:
         made = call()
         assert all(x.numel() for x in (made if isinstance(made, tuple) else [made]))
