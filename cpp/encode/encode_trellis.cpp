@@ -56,7 +56,7 @@ struct NearTables {
   explicit NearTables(const int16_t* tables) : scaled(tables, tables + kTrellisRates * kTrellisStates) {
     for (int bits = kTrellisLeastNear; bits <= kTrellisMostNear; bits++) {
       if (has_equal(bits)) continue;
-      rate[bits].resize(kAllBins * 2 * near_entries(bits) / 32);
+      rate[bits].resize(kAllBins * 2 * near_count(bits) / 32);
       for (int bin = 0; bin < kAllBins; bin++)
         for (int group = 0; group < kTrellisStates >> bits; group++) fill(bits, bin, group);
     }
@@ -89,11 +89,11 @@ struct NearTables {
     std::partial_sort(order.begin(), order.begin() + kTrellisNear, order.begin() + members, nearer);
     std::sort(order.begin(), order.begin() + kTrellisNear);
     std::swap(order[1], order[2]);  // the first two are compared with the last two, so that the lowest wins ties
-    int16_t* to = rate[bits][bin * 2 * near_entries(bits) / 32].lane;
+    int16_t* to = rate[bits][bin * 2 * near_count(bits) / 32].lane;
     for (int i = 0; i < kTrellisNear; i++) {
       const int reversed = kReversed[group << bits | order[i]], own = reversed & (groups - 1);
       to[i * groups + own] = static_cast<int16_t>(entry(bits, group << bits | order[i]));
-      to[near_entries(bits) + i * groups + own] = static_cast<int16_t>((reversed - own) << 8 | reversed >> bits);
+      to[near_count(bits) + i * groups + own] = static_cast<int16_t>((reversed - own) << 8 | reversed >> bits);
     }
   }
 };

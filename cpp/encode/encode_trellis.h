@@ -11,17 +11,17 @@ namespace tersekv {
 constexpr int64_t kTrellisWarmUpBits = 48, kTrellisLookAheadBits = 40, kTrellisRenormalise = 16;
 constexpr float kTrellisTypicalCost = 3.0f, kTrellisMargin = 4096.0f;
 constexpr int kTrellisLargest = 32767;
-constexpr int kTrellisNear = 4, kTrellisLeastNear = 3, kTrellisMostNear = 6;  // see near_entries there
-constexpr int kTrellisBins = 63;
+constexpr int kTrellisNear = 4, kTrellisLeastNear = 3, kTrellisMostNear = 6;  // NEAR, NEAR_RATES
+constexpr int kTrellisBins = 63, kTrellisLeastFactor = 2048;
 constexpr int kGainSteps = 16, kUnitGain = 144;  // steps per factor of two, and the code of gain 1
 
 constexpr int64_t kTrellisTask = 16;  // vectors that one task encodes
 
 constexpr bool has_near(int bits) { return bits >= kTrellisLeastNear && bits <= kTrellisMostNear; }
 
-// Near entries of one bin at a rate, for the search of trellis_search.h: kTrellisNear of each group, at
-// least 32 in all, and then as many marks. Entry i of group g is at place i * groups + g.
-constexpr int near_entries(int bits) {
+// Number of near entries of one bin at a rate: kTrellisNear of each group, at least 32 in all. As many
+// marks follow them, see trellis_search.h. Entry i of group g is at place i * groups + g.
+constexpr int near_count(int bits) {
   const int all = kTrellisNear * (kTrellisStates >> bits);
   return all < 32 ? 32 : all;
 }

@@ -8,8 +8,8 @@
 // per component.
 //
 // Where only near entries may be taken, a step goes from the best states to the next best states
-// without the costs of all 256: a lane per near entry holds it and a mark, whose lower byte is the lane
-// of the best state before it.
+// without the costs of all 256. A lane per near entry holds it and a mark. Its lower byte is the lane of
+// the best state before it; other steps leave 0 there.
 #pragma once
 
 #include "encode_trellis.h"
@@ -34,7 +34,7 @@ struct Origin {
   }
 };
 
-// A number of 16 bits in both halves of a word: vectors of words are filled by their load.
+// A number of 16 bits in both halves of a word. Loading a word into all lanes takes one instruction, 16 bits take two.
 inline uint32_t twice(int x) { return (static_cast<uint32_t>(x) & 0xffff) * 0x10001; }
 
 // A component with at least one bit.
@@ -114,7 +114,7 @@ template <class S, int LANES>
 template <class S, int K>
 [[gnu::always_inline]] inline Choice<S> near_step(const typename S::W& best, const Component& c, int bin,
                                                   const typename S::W& factor, const typename S::W& off) {
-  constexpr int kEntries = near_entries(K), kVectors = kEntries / kCosts, kGroups = kTrellisStates >> K;
+  constexpr int kEntries = near_count(K), kVectors = kEntries / kCosts, kGroups = kTrellisStates >> K;
   const int16_t* entries = c.near + bin * 2 * kEntries;
   const auto table = S::template table<K>(best);
   Choice<S> found[kVectors];
@@ -342,6 +342,7 @@ void search_vectors(const Component* components, int64_t count, const float* uni
     uint8_t* bins = lanes[v].bins;
     for (int64_t i = 0; i < count; i++) {
       float y = __builtin_rintf(from[i] / own * unit[i]);
+      y = y == y ? y : 0.0f;
       y = y < limit[i] ? y : limit[i];
       y = y > -limit[i] ? y : -limit[i];
       scaled[i] = twice(static_cast<int32_t>(y));

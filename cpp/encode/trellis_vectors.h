@@ -211,7 +211,7 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
                                    twice(unit.factor),
                                    place,
                                    d,
-                                   call.near[bits]};
+                                   unit.factor < kTrellisLeastFactor ? nullptr : call.near[bits]};
     brought += bits;
     place += kTrellisStates >> bits < kCosts ? kCosts : kTrellisStates >> bits;
   }

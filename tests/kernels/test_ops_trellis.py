@@ -5,6 +5,7 @@ Costs are integers, so codes are equal. They are also equal in any batch and on 
 
 import functools
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -184,6 +185,27 @@ def test_a_first_state_from_some_components_costs_little(monkeypatch, rates, mos
     whole = encode_trellis.reference(y, weight, bits, tables())
     ours, theirs = (squared_error(y, weight, bits, found).sum() for found in (windows, whole))
     assert ours < most * theirs
+
+
+def test_bins_are_rounded_as_kernels_do():
+    """Components are often half-way between two bins, so a quotient that is rounded twice finds another one."""
+    factor = np.arange(search.LEAST_FACTOR, 32768, dtype=np.float32)
+    y = np.random.default_rng(0).integers(-32767, 32768, (20, len(factor))).astype(np.float32)
+    expected = np.clip(np.rint(y * (np.float32(63) / factor)), -63, 63) + 63
+    found = search.bins_of(torch.from_numpy(y).int(), torch.from_numpy(factor).to(torch.int16))
+    assert np.array_equal(found.numpy(), expected)
+
+
+def test_components_without_weight_take_any_entry(isa):  # noqa: F811
+    """Their bits help their neighbours."""
+    torch.manual_seed(0)
+    y, weight, bits = torch.randn(1, 500, 64), torch.ones(1, 64), torch.full((1, 64), 4, dtype=torch.uint8)
+    weight[:, ::2] = 0
+    check(y, weight, bits)
+    plain = encode_trellis.reference(y, torch.ones(1, 64), bits, tables())
+    ours, theirs = (squared_error(y, weight, bits, x).sum() for x in (native.encode_trellis(y, weight, bits, tables()),
+                                                                      plain))  # fmt: skip
+    assert ours < 0.2 * theirs
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def test_every_op_runs(program):
         *program.attention(HEADS, 64, segments), *program.encoding(HEADS, 64), *program.searching(HEADS, 4)
     ]  # fmt: skip
     names = [name for name, _ in calls]
-    assert len(set(names)) == len(names) == 13
+    assert len(set(names)) == len(names) == 14
     assert {"grid4", "exact", "encode_polar, 4-2-2-2", "encode_trellis, 4 bits"} <= set(names)
     for _, call in calls:
         made = call()

@@ -43,6 +43,10 @@ NEAR, NEAR_RATES = 4, (3, 4, 5, 6)
 BINS = 63
 """The scaled components between 0 and the end of a table are this many bins."""
 
+LEAST_FACTOR = 2048
+"""Least factor of components that take near entries only. It is about 10,000 where weights follow the bits; with a
+hundredth of that weight a component costs nothing, and may help its neighbours by any entry."""
+
 
 def first_search(bits: Tensor) -> tuple[Tensor, Tensor]:
     """Return where paths around a ring of bits [..., D] begin, and where the open path ends, int64 [...].
@@ -95,7 +99,7 @@ def cost_units(weight: Tensor, bits: Tensor, tables: Tensor) -> CostUnits:
 def scaled_entries(tables: Tensor) -> Tensor:
     """Return tables [9, 256] as int16 whose largest absolute value is `LARGEST`."""
     most = tables.abs().amax(1).clamp_min(1e-30)
-    return (tables * (LARGEST / most).unsqueeze(1)).round().to(torch.int16)
+    return (tables * (torch.full_like(most, LARGEST) / most).unsqueeze(1)).round().to(torch.int16)
 
 
 def scaled(y: Tensor, unit: Tensor, limit: Tensor) -> Tensor:
@@ -113,8 +117,9 @@ def near_entries(entries: Tensor) -> Tensor:
 
     Windows with the same newest 8 − b bits are a group, because paths in them meet at the next
     component of b bits. In each group the `NEAR` entries nearest to the middle of the component's bin
-    may be taken, so that the best path is hardly ever lost. At other rates than `NEAR_RATES` all may,
-    and so may they where three of a group are equal: paths must be able to differ in older bits.
+    may be taken, which the best path seldom misses. At other rates than `NEAR_RATES` all may. So may
+    they where three of a group are equal, as in tables of numbers that depend on the newest bits only:
+    four equal entries would fix the older bits, which belong to the components before.
 
     entries: int16 [9, 256], see `CostUnits`.
     """
@@ -133,22 +138,21 @@ def near_entries(entries: Tensor) -> Tensor:
 
 def bins_of(y: Tensor, factor: Tensor) -> Tensor:
     """Return the bins int64 [n, D], 0 to 2·BINS, of scaled components int32 [n, D]. factor: int16 [D]."""
-    per_bin = BINS / factor.clamp_min(1).float()
+    per_bin = torch.full_like(y[0], BINS, dtype=torch.float32) / factor.clamp_min(1)  # number / tensor rounds twice
     return (y.float() * per_bin).round().clamp(-BINS, BINS).long() + BINS
 
 
-def only_near(order: list[int], bits: list[int]) -> list[bool]:
+def only_near(order: list[int], bits: list[int], factor: list[int]) -> list[bool]:
     """Return at which components of a path only near entries are taken.
 
     These are components of `NEAR_RATES` that the next component in the ring follows with as many
     bits. The first components, which bring a whole state, are left out, because paths that begin in
-    one state reach few others there.
+    one state reach few others there. So are those with factors below `LEAST_FACTOR`.
     """
     brought, found = 0, []
     for d, after in zip(order, [*order[1:], -1], strict=True):
-        found.append(
-            bits[d] in NEAR_RATES and brought + bits[d] >= STATE_BITS and after == d + 1 and bits[after] == bits[d]
-        )
+        follows, near = after == d + 1 and bits[after] == bits[d], bits[d] in NEAR_RATES and factor[d] >= LEAST_FACTOR
+        found.append(near and follows and brought + bits[d] >= STATE_BITS)
         brought += bits[d]
     return found
 
@@ -178,7 +182,7 @@ def _forward(
     shifted out on that path."""
     chosen = []
     near, bins = near_entries(units.entries), bins_of(y, units.factor)
-    for step, (d, some) in enumerate(zip(order, only_near(order, bits), strict=True)):
+    for step, (d, some) in enumerate(zip(order, only_near(order, bits, units.factor.tolist()), strict=True)):
         older = torch.arange(1 << bits[d], dtype=torch.int32, device=y.device)
         least = ((cost.view(len(cost), -1, 1 << bits[d]) << STATE_BITS) + older).amin(-1)
         chosen.append((least & (STATES - 1)).long())

@@ -78,7 +78,7 @@ def _packed(
     y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor, words: int, steps: list[int], enough: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return streams, gain codes and root mean squares. With three gains these are 18 launches per
-    4,096 vectors, and the host waits for none."""
+    4,096 vectors, and the host waits for none but at the first call, see `tables.near`."""
     R, n, D = y.shape
     if not y.numel():
         empty = y.new_zeros((R, n, words), dtype=torch.int16)

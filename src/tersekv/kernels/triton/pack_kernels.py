@@ -74,7 +74,7 @@ def units(
     table = tl.load(tables + at, mask=(b < WIDTHS)[:, None], other=0.0)
     ends = tl.max(tl.abs(table), axis=1)
     least = tl.maximum(ends, 1e-30)
-    to_integers = tl.div_rn(least * 0.0 + 1.0, least) * LARGEST
+    to_integers = tl.div_rn(least * 0.0 + LARGEST, least)
     codebook = _rounded(table * to_integers[:, None]).to(tl.int16)
     tl.store(entries + at, codebook, mask=(b < WIDTHS)[:, None] & (row == 0))
     end = tl.sum(tl.where(width[:, None] == b[None, :], ends[None, :], 0.0), axis=1)

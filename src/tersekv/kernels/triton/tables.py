@@ -35,7 +35,10 @@ def aligned(x: Tensor, shape: Sequence[int] = (), places: Any = ...) -> Tensor:
 
 
 def near(entries: Tensor) -> Tensor:
-    """Return `near_entries` of a trellis's tables [9, 256] as uint8, the same tensor each time."""
+    """Return `near_entries` of a trellis's tables [9, 256] as uint8, the same tensor each time.
+
+    The host waits for the device at the first call with a tensor.
+    """
     if entries not in _near:
         _near[entries] = near_entries(scaled_entries(entries.float())).to(torch.uint8)
     found: Tensor = _near[entries]

@@ -148,6 +148,7 @@ MOST_COST: tl.constexpr = tl.constexpr(65535)
 RENORMALISE: tl.constexpr = tl.constexpr(16)
 BINS: tl.constexpr = tl.constexpr(63)
 LEAST_NEAR, MOST_NEAR = tl.constexpr(3), tl.constexpr(6)
+LEAST_FACTOR: tl.constexpr = tl.constexpr(2048)
 STATE_BITS: tl.constexpr = tl.constexpr(8)
 ROUND_BYTES: tl.constexpr = tl.constexpr(16)
 """Bytes that a round stores: 128 bits."""
@@ -233,6 +234,7 @@ def search(
             exact = tl.minimum(tl.maximum(own_y.to(tl.float32) * per_bin, -BINS), BINS)
             bin = ((exact + ROUNDER) - ROUNDER).to(tl.int32) + BINS
             some = (width >= LEAST_NEAR) & (width <= MOST_NEAR) & (brought + width >= STATE_BITS)
+            some &= own >= LEAST_FACTOR
             before = tl.where(some, width, 0)
             brought += width
         size = tl.abs(tl.minimum(tl.maximum(off, -LARGEST - 1), LARGEST))
