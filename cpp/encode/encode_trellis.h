@@ -15,7 +15,7 @@ constexpr int kTrellisNear = 4, kTrellisLeastNear = 3, kTrellisMostNear = 6;  //
 constexpr int kTrellisBins = 63, kTrellisLeastFactor = 2048;
 constexpr int kGainSteps = 16, kUnitGain = 144;  // steps per factor of two, and the code of gain 1
 
-constexpr int64_t kTrellisTask = 16;  // vectors that one task encodes
+constexpr int64_t kTrellisTask = 8;  // vectors that one task encodes
 
 constexpr bool has_near(int bits) { return bits >= kTrellisLeastNear && bits <= kTrellisMostNear; }
 

@@ -1,7 +1,6 @@
 // The search for trellis codes, compiled once per instruction set, and the operations on 32 costs of
 // 16 bits that differ between them:
 //
-// - fill(x): lanes of x, which has the same 16 bits twice.
 // - scaled(entries, factor): product over 2^15, rounded. difference(a, b): signed, saturating.
 // - squared<s>(x): (2^s·x)² over 2^16. plus(a, b): unsigned, saturating. minus(a, b).
 // - choose: the smaller of two costs, and the mark that goes with it, plus `bit` if the second is
@@ -21,7 +20,6 @@ struct Avx512Costs {
   static W load(const void* p) { return _mm512_loadu_si512(p); }
   static void store(void* p, W x) { _mm512_storeu_si512(p, x); }
   static W set1(int x) { return _mm512_set1_epi16(static_cast<int16_t>(x)); }
-  static W fill(uint32_t x) { return _mm512_set1_epi32(static_cast<int32_t>(x)); }
   static W min(W a, W b) { return _mm512_min_epu16(a, b); }
   static W plus(W a, W b) { return _mm512_adds_epu16(a, b); }
   static W minus(W a, W b) { return _mm512_sub_epi16(a, b); }
@@ -93,10 +91,6 @@ struct Avx2Costs {
   }
   static W set1(int x) {
     const __m256i all = _mm256_set1_epi16(static_cast<int16_t>(x));
-    return {all, all};
-  }
-  static W fill(uint32_t x) {
-    const __m256i all = _mm256_set1_epi32(static_cast<int32_t>(x));
     return {all, all};
   }
   static W min(W a, W b) { return {_mm256_min_epu16(a.lo, b.lo), _mm256_min_epu16(a.hi, b.hi)}; }
@@ -219,7 +213,6 @@ struct BaselineCosts {
   }
   static void store(void* p, W x) { __builtin_memcpy(p, &x, sizeof(x)); }
   static W set1(int x) { return W{} + static_cast<uint16_t>(x); }
-  static W fill(uint32_t x) { return W{} + static_cast<uint16_t>(x); }
   static W min(W a, W b) { return a < b ? a : b; }
   static W plus(W a, W b) {
     const W sum = a + b;

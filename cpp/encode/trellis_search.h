@@ -21,7 +21,6 @@ namespace {  // internal to each build of the search
 constexpr int kCosts = 32;                             // costs per vector
 constexpr int kCostVectors = kTrellisStates / kCosts;  // vectors that hold all costs
 constexpr int kTogether = 2;                           // vectors searched at once, which hide each other's latency
-constexpr int kTraced = 4;                             // vectors traced back at once, for the same reason
 constexpr int kStateBits = 8;
 
 // The lanes in a vector of best costs from which the states from 32·z on are reached.
@@ -34,17 +33,14 @@ struct Origin {
   }
 };
 
-// A number of 16 bits in both halves of a word. Loading a word into all lanes takes one instruction, 16 bits take two.
-inline uint32_t twice(int x) { return (static_cast<uint32_t>(x) & 0xffff) * 0x10001; }
-
 // A component with at least one bit.
 struct Component {
   const int16_t* entries;  // scaled table, states in reverse
   const float* table;      // by window
   int bits;
-  int brought;      // bits of the components before it
-  uint32_t factor;  // twice
-  int place;        // of its choices
+  int brought;  // bits of the components before it
+  int factor;
+  int place;  // of its choices
   int64_t d;
   const int16_t* near;  // see EncodeTrellis
 };
@@ -52,7 +48,7 @@ struct Component {
 // Room for the search of one vector.
 struct Lane {
   float* y;          // components with bits
-  uint32_t* scaled;  // those in units of costs, twice in a word
+  int16_t* scaled;   // those in units of costs
   uint8_t* bins;     // of them
   uint16_t* chosen;  // for each step and best state, the mark of the state before it
   uint8_t* windows;  // found last, by component with bits
@@ -179,19 +175,19 @@ void search_run(const Component* components, int64_t first, int64_t last, Progre
     if constexpr (has_near(K))
       for (; components[i].near && i + 1 < last && done.bits + K >= kStateBits; i++, done.steps++, done.bits += K) {
         const Component &c = components[i], &after = components[i + 1];
-        const W factor = S::fill(c.factor);
+        const W factor = S::set1(c.factor);
         const bool subtract = due();
         repeat<N>([&](auto v) TERSEKV_INLINE {
           if (subtract) renormalise<S, K>(best[v], 1);
-          const auto found = near_step<S, K>(best[v][0], c, lanes[v].bins[i], factor, S::fill(lanes[v].scaled[i]));
+          const auto found = near_step<S, K>(best[v][0], c, lanes[v].bins[i], factor, S::set1(lanes[v].scaled[i]));
           best[v][0] = found.least;
           S::store(lanes[v].chosen + after.place, found.from);
         });
       }
     if (due()) repeat<N>([&](auto v) TERSEKV_INLINE { renormalise<S, K>(best[v], kBest); });
     const Component& c = components[i];
-    repeat<N>([&](auto v) TERSEKV_INLINE { off[v] = S::fill(lanes[v].scaled[i]); });
-    const W factor = S::fill(c.factor);
+    repeat<N>([&](auto v) TERSEKV_INLINE { off[v] = S::set1(lanes[v].scaled[i]); });
+    const W factor = S::set1(c.factor);
     repeat<kCostVectors>([&](auto z) TERSEKV_INLINE {
       const W entries = S::scaled(S::load(c.entries + z * kCosts), factor);
       repeat<N>([&](auto v) TERSEKV_INLINE {
@@ -247,6 +243,12 @@ int best_state(const typename S::W* cost) {
   return kReversed[window];
 }
 
+// Return the state before a component that ended in `state`.
+inline int state_before(const Lane& lane, const Component& c, int state) {
+  const int best = state >> c.bits;
+  return best + (lane.chosen[c.place + best] >> 8);
+}
+
 // Search components [first, last) of a ring, where those from `count` on are the first ones again.
 template <class S, int N>
 void search_around(const Component* components, int64_t count, int64_t first, int64_t last, const Lane* lanes,
@@ -257,39 +259,10 @@ void search_around(const Component* components, int64_t count, int64_t first, in
   search_steps<S, N>(components, 0, last - middle, done, lanes, paths);
 }
 
-// Trace N paths back over a component from the states after it.
-template <int N>
-[[gnu::always_inline]] inline void trace(const Component& c, const uint16_t* const* chosen, int* state) {
-  for (int v = 0; v < N; v++) {
-    const int best = state[v] >> c.bits;
-    state[v] = best + (chosen[v][c.place + best] >> 8);
-  }
-}
-
-// Search the paths of N vectors, at most kTogether at once. begin(v, paths) sets the first costs, end(v, paths) reads
-// the last ones.
-template <class S, int N, class Begin, class End>
-void search_each_around(const Component* components, int64_t count, int64_t first, int64_t last, const Lane* lanes,
-                        Begin&& begin, End&& end) {
-  constexpr int kOnce = N < kTogether ? N : kTogether;
-  Paths<S, kOnce> paths;
-  for (int v = 0; v < N; v += kOnce) {
-    for (int w = 0; w < kOnce; w++) begin(v + w, paths.cost[w]);
-    search_around<S, kOnce>(components, count, first, last, lanes + v, paths);
-    for (int w = 0; w < kOnce; w++) end(v + w, paths.cost[w]);
-  }
-}
-
 template <class S, int N>
 void search_together(const Component* components, int64_t count, const Lane* lanes) {
-  using W = typename S::W;
+  Paths<S, N> paths;
   int state[N], ring[N];
-  const uint16_t* chosen[N];
-  uint8_t* windows[N];
-  for (int v = 0; v < N; v++) {
-    chosen[v] = lanes[v].chosen;
-    windows[v] = lanes[v].windows;
-  }
   const int total = components[count - 1].brought + components[count - 1].bits;
   int64_t begin = 0;
   while (begin < count && components[begin].brought < kTrellisWarmUpBits) begin++;
@@ -299,62 +272,55 @@ void search_together(const Component* components, int64_t count, const Lane* lan
   };
   int64_t end = begin;
   while (end < begin + count && before(end) < warm + kTrellisLookAheadBits) end++;
-  search_each_around<S, N>(
-      components, count, 0, end, lanes,
-      [](int, W* cost) {
-        for (int z = 0; z < kCostVectors; z++) cost[z] = S::set1(0);
-      },
-      [&](int v, const W* cost) { state[v] = best_state<S>(cost); });
-  for (int64_t i = end - 1; i >= begin; i--) trace<N>(components[i < count ? i : i - count], chosen, state);
-  for (int v = 0; v < N; v++) ring[v] = state[v];
-  search_each_around<S, N>(
-      components, count, begin, begin + count, lanes,
-      [&](int v, W* to) {
-        alignas(64) uint16_t cost[kTrellisStates];
-        for (uint16_t& x : cost) x = 0xffff;
-        cost[ring[v]] = 0;
-        for (int z = 0; z < kCostVectors; z++) to[z] = S::load(cost + z * kCosts);
-      },
-      [](int, const W*) {});
-  int64_t i = begin + count - 1;
-  const auto back = [&] TERSEKV_INLINE {
+  for (int v = 0; v < N; v++)
+    for (auto& cost : paths.cost[v]) cost = S::set1(0);
+  search_around<S, N>(components, count, 0, end, lanes, paths);
+  for (int v = 0; v < N; v++) state[v] = best_state<S>(paths.cost[v]);
+  for (int64_t i = end - 1; i >= begin; i--)
+    for (int v = 0; v < N; v++) state[v] = state_before(lanes[v], components[i < count ? i : i - count], state[v]);
+  for (int v = 0; v < N; v++) {
+    alignas(64) uint16_t cost[kTrellisStates];
+    for (uint16_t& x : cost) x = 0xffff;
+    cost[ring[v] = state[v]] = 0;
+    for (int z = 0; z < kCostVectors; z++) paths.cost[v][z] = S::load(cost + z * kCosts);
+  }
+  search_around<S, N>(components, count, begin, begin + count, lanes, paths);
+  for (int64_t i = begin + count - 1; i >= begin; i--) {
     const int64_t at = i < count ? i : i - count;
-    for (int v = 0; v < N; v++) windows[v][at] = kReversed[state[v]];
-    trace<N>(components[at], chosen, state);
-  };
-  for (; i >= begin && before(i) - warm >= kStateBits; i--) back();
-  for (; i >= begin; i--) {
-    back();
+    const Component& c = components[at];
     const int brought = before(i) - warm;
-    for (int v = 0; v < N; v++)  // costs that saturate do not tell the ring's path from others
-      state[v] = (state[v] & ((1 << brought) - 1)) | (ring[v] << brought & (kTrellisStates - 1));
+    for (int v = 0; v < N; v++) {
+      lanes[v].windows[at] = kReversed[state[v]];
+      state[v] = state_before(lanes[v], c, state[v]);
+      if (brought < kStateBits)  // costs that saturate do not tell the ring's path from others
+        state[v] = (state[v] & ((1 << brought) - 1)) | (ring[v] << brought & (kTrellisStates - 1));
+    }
   }
 }
 
-// Search the windows of n vectors, at most kTraced, with their components divided by gains. unit,
+// Search the windows of n vectors, at most kTogether, with their components divided by gains. unit,
 // limit, per_bin: of each component, see Row.
 template <class S>
 void search_vectors(const Component* components, int64_t count, const float* unit, const float* limit,
                     const float* per_bin, const Lane* lanes, const float* gain, int64_t n) {
   for (int64_t v = 0; v < n; v++) {
     const float *from = lanes[v].y, own = gain[v];
-    uint32_t* scaled = lanes[v].scaled;
+    int16_t* scaled = lanes[v].scaled;
     uint8_t* bins = lanes[v].bins;
     for (int64_t i = 0; i < count; i++) {
       float y = __builtin_rintf(from[i] / own * unit[i]);
       y = y == y ? y : 0.0f;
       y = y < limit[i] ? y : limit[i];
       y = y > -limit[i] ? y : -limit[i];
-      scaled[i] = twice(static_cast<int32_t>(y));
+      scaled[i] = static_cast<int16_t>(static_cast<int32_t>(y));
       constexpr float kMost = kTrellisBins;
       float bin = __builtin_rintf(y * per_bin[i]);
       bin = bin < kMost ? bin : kMost;
       bins[i] = static_cast<uint8_t>(static_cast<int32_t>((bin > -kMost ? bin : -kMost) + kMost));
     }
   }
-  if (n == kTraced) return search_together<S, kTraced>(components, count, lanes);
-  if (n >= kTogether) search_together<S, kTogether>(components, count, lanes);
-  if (n % kTogether) search_together<S, 1>(components, count, lanes + n - 1);
+  if (n == kTogether) return search_together<S, kTogether>(components, count, lanes);
+  for (int64_t v = 0; v < n; v++) search_together<S, 1>(components, count, lanes + v);
 }
 
 }  // namespace

@@ -86,14 +86,14 @@ inline float* zeros(int64_t floats) {
   return made;
 }
 
-// Search n vectors with their gains `tried`, kTraced at a time. after(vector, windows) is called for each.
+// Search n vectors with their gains `tried`, two at a time. after(vector, windows) is called for each.
 template <class S, class After>
 void search_each(const EncodeTrellis& call, const Row& row, const Lane* lanes, Gained* const* vectors, int64_t n,
                  After&& after) {
-  for (int64_t i = 0; i < n; i += kTraced) {
-    const int64_t together = n - i < kTraced ? n - i : kTraced;
-    Lane own[kTraced];
-    float gain[kTraced];
+  for (int64_t i = 0; i < n; i += kTogether) {
+    const int64_t together = n - i < kTogether ? n - i : kTogether;
+    Lane own[kTogether];
+    float gain[kTogether];
     for (int64_t v = 0; v < together; v++) {
       const Gained& vector = *vectors[i + v];
       own[v] = lanes[v];
@@ -165,21 +165,17 @@ void components_of(const EncodeTrellis& call, int64_t row, int64_t first, int64_
     const float* from = call.y + row * call.y_r + (first + v) * call.y_n;
     for (int64_t d = 0; d < D; d++) x[v * D + d] = from[d * call.y_d] - shift[d];
   }
-  constexpr int kOnce = 8;  // vectors whose sums stay in registers
-  for (int64_t v = n; v < round_up(n, kOnce); v++)
+  for (int64_t v = n; v < kTrellisTask; v++)
     for (int64_t d = 0; d < D; d++) x[v * D + d] = 0.0f;
-  for (int64_t column = 0; column < columns; column += kLanes)
-    for (int64_t at = 0; at < n; at += kOnce) {
-      const float* own = x + at * D;
-      float* to = y + at * columns + column;
-      typename S::F sums[kOnce];
-      repeat<kOnce>([&](auto v) TERSEKV_INLINE { sums[v] = S::set1(0.0f); });
-      for (int64_t d = 0; d < D; d++) {
-        const typename S::F entries = S::load(inverse + d * columns + column);
-        repeat<kOnce>([&](auto v) TERSEKV_INLINE { sums[v] = S::fma(S::set1(own[v * D + d]), entries, sums[v]); });
-      }
-      repeat<kOnce>([&](auto v) TERSEKV_INLINE { S::store(to + v * columns, sums[v]); });
+  for (int64_t column = 0; column < columns; column += kLanes) {
+    typename S::F sums[kTrellisTask];
+    repeat<kTrellisTask>([&](auto v) TERSEKV_INLINE { sums[v] = S::set1(0.0f); });
+    for (int64_t d = 0; d < D; d++) {
+      const typename S::F entries = S::load(inverse + d * columns + column);
+      repeat<kTrellisTask>([&](auto v) TERSEKV_INLINE { sums[v] = S::fma(S::set1(x[v * D + d]), entries, sums[v]); });
     }
+    repeat<kTrellisTask>([&](auto v) TERSEKV_INLINE { S::store(y + v * columns + column, sums[v]); });
+  }
 }
 
 // Encode vectors [first, last) of a row, at most kTrellisTask. C: operations on costs; S: on floats.
@@ -208,7 +204,7 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
                                    call.entries + bits * kTrellisStates,
                                    bits,
                                    brought,
-                                   twice(unit.factor),
+                                   unit.factor,
                                    place,
                                    d,
                                    unit.factor < kTrellisLeastFactor ? nullptr : call.near[bits]};
@@ -223,9 +219,9 @@ void encode_vectors(const EncodeTrellis& call, int64_t row, int64_t first, int64
     const float end = call.ends[c.bits], product = own.weight[a] * end, sum = product * end + expected;
     own.reach[a] = product / (sum > 1e-30f ? sum : 1e-30f);
   }
-  Lane lanes[kTraced];
+  Lane lanes[kTogether];
   for (Lane& lane : lanes)
-    lane = {nullptr, scratch_of<uint32_t>(D), scratch_of<uint8_t>(D), scratch_of<uint16_t>(place),
+    lane = {nullptr, scratch_of<int16_t>(D), scratch_of<uint8_t>(D), scratch_of<uint16_t>(place),
             scratch_of<uint8_t>(D)};
   const float* y = call.y + row * call.y_r + first * call.y_n;
   int64_t y_n = call.y_n, y_d = call.y_d;

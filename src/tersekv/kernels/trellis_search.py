@@ -44,8 +44,10 @@ BINS = 63
 """The scaled components between 0 and the end of a table are this many bins."""
 
 LEAST_FACTOR = 2048
-"""Least factor of components that take near entries only. It is about 10,000 where weights follow the bits; with a
-hundredth of that weight a component costs nothing, and may help its neighbours by any entry."""
+"""Least factor of components that take near entries only. Factors are about 10,000 where weights follow the bits.
+
+With a small weight the error of a component hardly counts, but its bits are part of its neighbours' windows.
+"""
 
 
 def first_search(bits: Tensor) -> tuple[Tensor, Tensor]:
