@@ -89,7 +89,8 @@ void invert_head(const BasisProduct& call, int64_t task) {
   auto* vectors = scratch_of<double>(D * width);  // [channel, vector], then [component, vector]
   for (int64_t d = 0; d < D; d++)
     for (int64_t c = 0; c < D; c += kLanes) {
-      const Floats entries = unpack(codes + (d * D + c) * 3 / 4);
+      float entries[kLanes];
+      unpack(codes + (d * D + c) * 3 / 4, entries);
       for (int i = 0; i < kLanes; i++) matrix[(c + i) * D + d] = static_cast<double>(entries[i]);
     }
   for (int64_t c = 0; c < D; c++) {

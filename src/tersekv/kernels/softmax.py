@@ -35,18 +35,19 @@ def softmax_weights(
 ) -> Tensor:
     """Return softmax weights of scores [..., T], which may be changed. A row that sees no token has weights 0.
 
-    hidden: bool, tokens without weight, broadcast to the scores; None for none.
+    hidden: bool, which of the last tokens, or of all, have no weight, broadcast to their scores; None for none.
     sink_logits: score of a token without value, broadcast to [..., 1], or None.
     """
     tokens = scores.shape[-1]
     scores = _capped(scores, softcap)
     if hidden is not None:
-        scores = scores.masked_fill_(hidden, float("-inf"))
+        scores[..., tokens - hidden.shape[-1] :].masked_fill_(hidden, float("-inf"))
     if sink_logits is not None:
         own = sink_logits.to(scores.dtype).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, own], dim=-1)
     weights = scores.softmax(-1)
-    return (weights if hidden is None else weights.nan_to_num(0.0))[..., :tokens]
+    sees_some = hidden is None or hidden.shape[-1] < tokens
+    return (weights if sees_some else weights.nan_to_num(0.0))[..., :tokens]
 
 
 def attend_scores(

@@ -94,7 +94,7 @@ class Moments(NamedTuple):
         metric = None
         if loss.metric is not None:
             metric = x.shape[2] * (loss.metric if loss.metric.dim() == 4 else loss.metric.diag_embed()).double()
-        return Moments(x.shape[2], scaled.sum(2, dtype=torch.float64), _products(scaled, x), metric)
+        return Moments(x.shape[2], _total(scaled), _products(scaled, x), metric)
 
     def plus(self, other: Moments) -> Moments:
         """Return the sums over the vectors of both, which have or lack a metric alike."""
@@ -124,6 +124,11 @@ def _products(x: Tensor, y: Tensor) -> Tensor:
     """
     pairs = zip(x.split(PART_TOKENS, 2), y.split(PART_TOKENS, 2), strict=True)
     return sum((left.transpose(-1, -2) @ right for left, right in pairs), _zeros(x))
+
+
+def _total(x: Tensor) -> Tensor:
+    """Return Σ_n x_n, float64 [B, H, D], of float32 vectors [B, H, T, D], some of which are summed in float32."""
+    return torch.stack([part.sum(2) for part in x.split(PART_TOKENS, 2)]).sum(0, dtype=torch.float64)
 
 
 def _zeros(x: Tensor) -> Tensor:
