@@ -16,7 +16,7 @@ from tersekv.cache.segments import ExactSegment, latent_key
 from tersekv.cache.slots import POSITIONS, Slots, in_front
 from tersekv.cache.state import Rules, State, Stateful
 from tersekv.errors import CacheError
-from tersekv.tensors import gathered, joined, type_name
+from tersekv.tensors import gathered, joined, plain, type_name
 
 
 def capacity_for(tokens: int, usual: int, grows: bool = False) -> int:
@@ -138,6 +138,7 @@ class ExactTokens(Stateful):
         """Number of tokens allocated."""
         return self.buffers[0].shape[2]
 
+    @plain
     def reserve(self, n: int) -> None:
         """Allocate room for n more tokens."""
         if self.tokens + n > self.capacity:

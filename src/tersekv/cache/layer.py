@@ -160,7 +160,6 @@ class LayerStore(Store):
         processes = context_parallel if window is None else None
         self.own = None if processes is None else OwnBlocks(processes, self.flush_tokens, keys.device)
 
-    @plain
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
         """Append tokens and pack those that leave the recent window.
 
@@ -171,27 +170,35 @@ class LayerStore(Store):
         Raises:
             CacheError, UserError: values are not finite, or too large. Nothing was added.
         """
-        n = keys.shape[2]
-        if n <= self.room:  # nothing leaves the recent window
-            recent = self.recent
-            at = recent.tokens
-            if at + n > recent.buffers[0].shape[2]:
-                recent.reserve(n)
-            call = keys, values, *recent.buffers, at
-            ahead, recent.written = recent.written, None
-            written: bool | None = ahead is not None and ahead[0] is keys and ahead[1] == at  # by `attend_new`
-            if not written:
-                written = backends.write_tokens.direct(*call) if keys.is_cpu else None
-            if written is None:
-                written = backends.write_tokens.reference(*call)
-            if not written:
-                recent.rounded((keys, values))  # raises: says why
-            if self.rotary is not None and self.rotary.rope.varies:
-                self.rotary.note(self.num_tokens, n)
-            recent.tokens = at + n
-            self.placement.tokens += n
-            self.room -= n
-            return
+        if keys.shape[2] > self.room:
+            self._receive(keys, values, padding, observed)
+        else:  # nothing leaves the recent window
+            self._extend(keys, values)
+
+    def _extend(self, keys: Tensor, values: Tensor) -> None:
+        """Append tokens to the recent window. No tensor is made but by `reserve`, so this need not be `plain`."""
+        recent, n = self.recent, keys.shape[2]
+        at = recent.tokens
+        if at + n > recent.buffers[0].shape[2]:
+            recent.reserve(n)
+        call = keys, values, *recent.buffers, at
+        ahead, recent.written = recent.written, None
+        written: bool | None = ahead is not None and ahead[0] is keys and ahead[1] == at  # by `attend_new`
+        if not written:
+            written = backends.write_tokens.direct(*call) if keys.is_cpu else None
+        if written is None:
+            written = backends.write_tokens.reference(*call)
+        if not written:
+            recent.rounded((keys, values))  # raises: says why
+        if self.rotary is not None and self.rotary.rope.varies:
+            self.rotary.note(self.num_tokens, n)
+        recent.tokens = at + n
+        self.placement.tokens += n
+        self.room -= n
+
+    @plain
+    def _receive(self, keys: Tensor, values: Tensor, padding: Tensor | None, observed: Observed) -> None:
+        """Append tokens of which some leave the recent window."""
         with one_thread(keys.numel()):
             new = self.recent.rounded((keys, values))
             if self.chosen:
