@@ -22,7 +22,7 @@ from tersekv.kernels.attend_grid import Side as Side
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.registry import NotTaken
 from tersekv.layouts.linear_map import IDENTITY, LinearMap
-from tersekv.tensors import chosen_tokens
+from tersekv.tensors import chosen_tokens, plain
 
 Kind = Literal["codes", "scales and norms"]
 PackedTensors = dict[str, Tensor]
@@ -98,6 +98,7 @@ class Layout:
         """Name of the tensor with the first ragged entry of each block, or None."""
         return next((name for name in self.planes if name.endswith("_starts")), None)
 
+    @plain
     def join(self, parts: Sequence[PackedTensors]) -> PackedTensors:
         """Concatenate parts along the blocks.
 
