@@ -99,9 +99,10 @@ void trellis_scores(const Node& node, Span span, float* score, int64_t score_str
   const TrellisOwn& own = *static_cast<TrellisOwn*>(node.own);
   if (own.fast) {
     const View& values = *node.call->values;
-    const TrellisSide next = {&values.trellis, values.D, node.b, node.h};
-    return node.call->trellis->scores(own.fast, {span.row, span.rows, span.first, span.last}, score, score_stride,
-                                      values.kind == Kind::trellis ? &next : nullptr);
+    const TrellisSide side = {&values.trellis, values.D, node.b, node.h};
+    const int64_t later = node.later->first < node.later->last ? node.later->first : -1;
+    return node.call->trellis->scores(own.fast, {span.row, span.rows, span.first, span.last, later}, score,
+                                      score_stride, values.kind == Kind::trellis ? &side : nullptr);
   }
   tile_scores<S>(node, span, score, score_stride, own.tile, trellis_tile<S>);
 }

@@ -64,18 +64,16 @@ void add_scores(const Side& side, const uint16_t* block, const uint8_t* codes, i
   });
 }
 
-void scores(const void* own, TrellisSpan span, float* score, int64_t score_stride, const TrellisSide* next) {
+void scores(const void* own, TrellisSpan span, float* score, int64_t score_stride, const TrellisSide* values) {
   const auto& side = *static_cast<const Side*>(own);
   const TrellisPlan& plan = *side.plan;
-  const uint16_t* ahead = next ? stream_of(*next->view, next->b, next->h) : nullptr;
   with_rows(span.rows, [&](auto rows) {
-    for (int64_t n = span.first / kTrellisBlock; n < span.last / kTrellisBlock; n++)
-      for (int64_t lane = 0; lane < kTrellisBlock; lane += kLanes, score += kLanes) {
-        for (int64_t i = lane / kLanes; ahead && i < next->view->words; i += kTrellisBlock / kLanes)
-          _mm_prefetch(ahead + n * next->view->stride_n + i * kTrellisBlock, _MM_HINT_T1);
+    for (int64_t n = span.first / kTrellisBlock; n < span.last / kTrellisBlock; n++) {
+      prefetch_after(plan, span, n, values);
+      for (int64_t lane = 0; lane < kTrellisBlock; lane += kLanes, score += kLanes)
         add_scores<rows>(side, plan.stream + n * plan.view->stride_n + lane, plan.gain + n * plan.view->gain_n + lane,
                          span.row, score, score_stride);
-      }
+    }
   });
 }
 

@@ -14,16 +14,17 @@ struct TrellisSide {
   const float* scale = nullptr;  // [D], of this head
 };
 
-// Rows [row, row + rows), at most four, and whole blocks of tokens [first, last).
+// Rows [row, row + rows), at most four, and whole blocks of tokens [first, last). Keys: tokens from `later` on are
+// read next; negative if there are none.
 struct TrellisSpan {
-  int64_t row, rows, first, last;
+  int64_t row, rows, first, last, later = -1;
 };
 
 struct TrellisKernel {
   // Return the task's data for a side, in scratch memory.
   const void* (*prepare)(const TrellisSide&);
-  // score[r][i] += query[r] · x̂[i]. Blocks of `next`, if given, are prefetched.
-  void (*scores)(const void* side, TrellisSpan span, float* score, int64_t score_stride, const TrellisSide* next);
+  // score[r][i] += query[r] · x̂[i]. Values of the same tokens, if given, are prefetched.
+  void (*scores)(const void* side, TrellisSpan span, float* score, int64_t score_stride, const TrellisSide* values);
   // sum[r] += Σ weight[r][i] · x̂[i], weights not negative.
   void (*sums)(const void* side, TrellisSpan span, const float* weight, int64_t weight_stride, float* sum,
                int64_t sum_stride);

@@ -154,13 +154,11 @@ void trellis_block_scores(const TrellisPlan& plan, const uint16_t* block, const 
 }
 
 void trellis_scores_vnni(const void* side, TrellisSpan span, float* score, int64_t score_stride,
-                         const TrellisSide* next) {
+                         const TrellisSide* values) {
   const auto& plan = *static_cast<const TrellisPlan*>(side);
-  const uint16_t* ahead = next ? stream_of(*next->view, next->b, next->h) : nullptr;
   with_rows(span.rows, [&](auto rows) {
     for (int64_t n = span.first / kTrellisBlock; n < span.last / kTrellisBlock; n++, score += kTrellisBlock) {
-      for (int64_t i = 0; ahead && i < next->view->words; i++)
-        _mm_prefetch(ahead + n * next->view->stride_n + i * kTrellisBlock, _MM_HINT_T1);
+      prefetch_after(plan, span, n, values);
       trellis_block_scores<rows>(plan, plan.stream + n * plan.view->stride_n, plan.gain + n * plan.view->gain_n,
                                  span.row, score, score_stride);
     }

@@ -14,7 +14,7 @@ back.
 3. vLLM asks each packed layer's backend (`OfSlots`) for the size of a page. `customize_spec` sets
 `state_content_bytes`, bytes per token and KV head. Capacity, block tables and prefix caching follow
 from it.
-4. At every step `PackedBuilder` plans destinations and reads, once for all layers.
+4. At every step `PackedBuilder` plans destinations and reads, once for all layers with one block table.
 `PackedImpl.forward` writes tokens and attends.
 """
 
@@ -23,6 +23,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -114,14 +115,42 @@ class PackedMetadata(AttentionMetadata):
     step: EngineStep
 
 
+class Plans:
+    """Rows and the latest step of one block table. vLLM makes a builder for each size of slots; they share this."""
+
+    of_tables: ClassVar[WeakValueDictionary[tuple[int, int], Plans]] = WeakValueDictionary()
+    """By the table's memory and the tokens of a page. Builders keep those that they use."""
+
+    def __init__(self, rows: Rows) -> None:
+        self.rows = rows
+        self.asked: tuple[object, ...] | None = None
+        self.made: PackedMetadata | None = None
+
+    def plan(self, batch: CommonAttentionMetadata, page_tokens: int, device: torch.device) -> PackedMetadata:
+        """Plan the step of a batch, or return the plan of another builder for the same step."""
+        n = batch.num_reqs
+        starts, seen = batch.query_start_loc_cpu[: n + 1].numpy(), batch.seq_lens[:n].cpu().numpy()
+        pages = batch.block_table_tensor[:n].to("cpu", copy=True)  # vLLM overwrites it in the next step
+        asked = batch.num_actual_tokens, starts.tobytes(), seen.tobytes(), pages.numpy().tobytes()
+        if self.made is None or self.asked != asked:
+            self.asked = None  # until the plan is whole
+            step = EngineStep.plan(starts, seen, pages, page_tokens, self.rows)
+            self.asked, self.made = asked, PackedMetadata(batch.num_actual_tokens, step.to(device))
+        return self.made
+
+
 class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
-    """Plans a step, once for all layers with the same slots."""
+    """Plans a step, once for all layers with the same block table."""
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_tokens = kv_cache_spec.block_size
+        self.plans: dict[int, Plans] = {}  # by the table's memory
+
+    def _rows(self) -> Rows:
         # twice as many, because a request may be left out of a step and return in the next one
-        self.rows = Rows(2 * vllm_config.scheduler_config.max_num_seqs, vllm_config.speculative_config is not None)
+        most = 2 * self.vllm_config.scheduler_config.max_num_seqs
+        return Rows(most, self.vllm_config.speculative_config is not None)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -135,15 +164,12 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         batch = common_attn_metadata
         if batch.causal is not True:
             raise UserError("packed pages serve causal attention only; this batch asks for another")
-        n = batch.num_reqs
-        step = EngineStep.plan(
-            batch.query_start_loc_cpu[: n + 1].numpy(),
-            batch.seq_lens[:n].cpu().numpy(),
-            batch.block_table_tensor[:n].to("cpu", copy=True),  # vLLM overwrites it in the next step
-            self.page_tokens,
-            self.rows,
-        )
-        return PackedMetadata(batch.num_actual_tokens, step.to(self.device))
+        table = batch.block_table_tensor.untyped_storage().data_ptr()
+        plans = self.plans.get(table)
+        if plans is None:
+            plans = Plans.of_tables.get((table, self.page_tokens)) or Plans(self._rows())
+            self.plans[table] = Plans.of_tables[table, self.page_tokens] = plans
+        return plans.plan(batch, self.page_tokens, self.device)
 
 
 class PackedImpl(AttentionImpl[PackedMetadata]):
