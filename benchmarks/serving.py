@@ -206,7 +206,7 @@ def speed(args: argparse.Namespace) -> None:
         held = {recipe: capacity(llm) for recipe, llm in engines.items()}
         row = {"shape": [requests, prompt, new], "seconds": times, "tokens_in_1_gib": held}
         record(args.out, about, [row])
-        print(speed_table([row]))
+        print(speed_table([about | row]))
 
 
 def speed_table(records: list[dict[str, Any]]) -> str:
@@ -218,7 +218,7 @@ def speed_table(records: list[dict[str, Any]]) -> str:
             spent = [statistics.median(t[i] for t in times) for i in (0, 1)]
             faster = [statistics.median(own[i] / t[i] for own, t in zip(native, times, strict=True)) for i in (0, 1)]
             shape = " x ".join(f"{n:,}" for n in one["shape"]) + (", busy" if "beside" in one else "")
-            about = one.get("model", "smollm2"), shape, f"`{recipe}`"
+            about = one["model"], shape, f"`{recipe}`"
             lines.append([*about, f"{spent[0]:.2f}", f"{1e3 * spent[1]:.1f}", *(f"{x:.2f}x" for x in faster)])
     columns = ("model", "requests x prompt x new", "cache", "prefill s", "decode ms per step", "prefill", "decode")
     return markdown(columns, lines)

@@ -51,8 +51,8 @@ def test_tables_of_files_are_printed(serving, tmp_path, monkeypatch, capsys):
 
 def test_speeds_are_compared_within_a_round():
     times = {"full": [[2.0, 0.1], [4.0, 0.2]], "int4": [[1.0, 0.2], [2.0, 0.4]]}
-    lines = benchmark("serving").speed_table([{"shape": [8, 4000, 9], "seconds": times}])
-    assert "| 8 x 4,000 x 9 | `full` | 3.00 | 150.0 | 1.00x | 1.00x |" in lines
+    lines = benchmark("serving").speed_table([{"model": "tiny", "shape": [8, 4000, 9], "seconds": times}])
+    assert "| tiny | 8 x 4,000 x 9 | `full` | 3.00 | 150.0 | 1.00x | 1.00x |" in lines
     assert "| 8 x 4,000 x 9 | `int4` | 1.50 | 300.0 | 2.00x | 0.50x |" in lines
 
 
