@@ -44,7 +44,7 @@ def test_sliding_windows_and_sink_logits(kind, tmp_path):
 
 
 def test_builders_of_one_block_table_share_the_plan_of_each_step():
-    """vLLM makes a builder for each size of slots. Another table has rows and plans of its own."""
+    """vLLM makes a builder for each size of slots. The plans of another table, which moves, are others."""
     config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4), speculative_config=None)
     spec = SimpleNamespace(block_size=32)
     first, second, other = (PackedBuilder(spec, [], config, torch.device("cpu")) for _ in range(3))

@@ -119,7 +119,7 @@ class Plans:
     """Rows and the latest step of one block table. vLLM makes a builder for each size of slots; they share this."""
 
     of_tables: ClassVar[WeakValueDictionary[tuple[int, int], Plans]] = WeakValueDictionary()
-    """By the table's memory and the tokens of a page. Builders keep those that they use."""
+    """By the table's memory and the tokens of a page. Each is kept by its builders."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -145,7 +145,7 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_tokens = kv_cache_spec.block_size
-        self.plans: dict[int, Plans] = {}  # by the table's memory
+        self.plans: Plans | None = None
 
     def _rows(self) -> Rows:
         # twice as many, because a request may be left out of a step and return in the next one
@@ -164,11 +164,9 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         batch = common_attn_metadata
         if batch.causal is not True:
             raise UserError("packed pages serve causal attention only; this batch asks for another")
-        table = batch.block_table_tensor.untyped_storage().data_ptr()
-        plans = self.plans.get(table)
-        if plans is None:
-            plans = Plans.of_tables.get((table, self.page_tokens)) or Plans(self._rows())
-            self.plans[table] = Plans.of_tables[table, self.page_tokens] = plans
+        table = batch.block_table_tensor.untyped_storage().data_ptr(), self.page_tokens
+        plans = Plans.of_tables.get(table) or self.plans or Plans(self._rows())  # a table may have moved
+        self.plans = Plans.of_tables[table] = plans
         return plans.plan(batch, self.page_tokens, self.device)
 
 
