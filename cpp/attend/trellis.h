@@ -100,9 +100,9 @@ void trellis_scores(const Node& node, Span span, float* score, int64_t score_str
   if (own.fast) {
     const View& values = *node.call->values;
     const TrellisSide side = {&values.trellis, values.D, node.b, node.h};
-    const int64_t later = node.later->first < node.later->last ? node.later->first : -1;
-    return node.call->trellis->scores(own.fast, {span.row, span.rows, span.first, span.last, later}, score,
-                                      score_stride, values.kind == Kind::trellis ? &side : nullptr);
+    const TrellisSpan of = {span.row, span.rows, span.first, span.last, node.later->first, node.later->last};
+    return node.call->trellis->scores(own.fast, of, score, score_stride,
+                                      values.kind == Kind::trellis ? &side : nullptr);
   }
   tile_scores<S>(node, span, score, score_stride, own.tile, trellis_tile<S>);
 }

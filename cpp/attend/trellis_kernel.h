@@ -14,10 +14,10 @@ struct TrellisSide {
   const float* scale = nullptr;  // [D], of this head
 };
 
-// Rows [row, row + rows), at most four, and whole blocks of tokens [first, last). Keys: tokens from `later` on are
-// read next; negative if there are none.
+// Rows [row, row + rows), at most four, and whole blocks of tokens [first, last). Keys: tokens [later, later_last)
+// are read next.
 struct TrellisSpan {
-  int64_t row, rows, first, last, later = -1;
+  int64_t row, rows, first, last, later = 0, later_last = 0;
 };
 
 struct TrellisKernel {

@@ -56,15 +56,19 @@ static inline const uint16_t* stream_of(const TrellisView& view, int64_t b, int6
 // It must be inlined: GCC removes calls of a function that only prefetches.
 [[gnu::always_inline]] static inline void prefetch_after(const TrellisPlan& plan, const TrellisSpan& span, int64_t n,
                                                          const TrellisSide* values) {
-  constexpr int64_t kAhead = 3;  // blocks of keys; their words come from memory while so many are read
-  const int64_t beyond = n + kAhead - span.last / kTrellisBlock;
+  constexpr int64_t kMostAhead = 3;  // blocks of keys; their words come from memory while so many are read
+  if (span.row > 0) return;          // the first rows have done it
+  const int64_t last = span.last / kTrellisBlock, blocks = last - span.first / kTrellisBlock;
   if (values) {
     const TrellisView& v = *values->view;
     const uint16_t* words = stream_of(v, values->b, values->h) + n * v.stride_n;
     for (int64_t i = 0; i < v.words; i++) __builtin_prefetch(words + i * kTrellisBlock, 0, 2);
   }
-  if (beyond >= 0 && span.later < 0) return;
-  const int64_t later = beyond < 0 ? n + kAhead : span.later / kTrellisBlock + beyond;
+  int64_t later = n + (blocks < kMostAhead ? blocks : kMostAhead);
+  if (later >= last) {
+    later += span.later / kTrellisBlock - last;
+    if (later >= span.later_last / kTrellisBlock) return;
+  }
   const uint16_t* words = plan.stream + later * plan.view->stride_n;
   for (int64_t i = 0; i < plan.view->words; i++) __builtin_prefetch(words + i * kTrellisBlock);
   __builtin_prefetch(plan.gain + later * plan.view->gain_n);

@@ -45,7 +45,10 @@ def test_sliding_windows_and_sink_logits(kind, tmp_path):
 
 def test_builders_of_one_block_table_share_the_plan_of_each_step():
     """vLLM makes a builder for each size of slots. The plans of another table, which moves, are others."""
-    config = SimpleNamespace(scheduler_config=SimpleNamespace(max_num_seqs=4), speculative_config=None)
+    config = SimpleNamespace(
+        scheduler_config=SimpleNamespace(max_num_seqs=4), speculative_config=None,
+        parallel_config=SimpleNamespace(use_ubatching=False),
+    )  # fmt: skip
     spec = SimpleNamespace(block_size=32)
     first, second, other = (PackedBuilder(spec, [], config, torch.device("cpu")) for _ in range(3))
     tables = torch.tensor([[3, 5], [4, 6]], dtype=torch.int32)

@@ -118,8 +118,8 @@ class PackedMetadata(AttentionMetadata):
 class Plans:
     """Rows and the latest step of one block table. vLLM makes a builder for each size of slots; they share this."""
 
-    of_tables: ClassVar[WeakValueDictionary[tuple[int, int], Plans]] = WeakValueDictionary()
-    """By the table's memory and the tokens of a page. Each is kept by its builders."""
+    of_tables: ClassVar[WeakValueDictionary[tuple[int, ...], Plans]] = WeakValueDictionary()
+    """By engine, the table's memory and the tokens of a page. Each is kept by its builders."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -130,7 +130,8 @@ class Plans:
         """Plan the step of a batch, or return the plan of another builder for the same step."""
         n = batch.num_reqs
         starts, seen = batch.query_start_loc_cpu[: n + 1].numpy(), batch.seq_lens[:n].cpu().numpy()
-        pages = batch.block_table_tensor[:n].to("cpu", copy=True)  # vLLM overwrites it in the next step
+        most = -(-int(seen.max(initial=1)) // page_tokens)
+        pages = batch.block_table_tensor[:n, :most].to("cpu", copy=True)  # vLLM overwrites it in the next step
         asked = batch.num_actual_tokens, starts.tobytes(), seen.tobytes(), pages.numpy().tobytes()
         if self.made is None or self.asked != asked:
             self.asked = None  # until the plan is whole
@@ -145,7 +146,11 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_tokens = kv_cache_spec.block_size
+        self.table: tuple[int, ...] = ()
         self.plans: Plans | None = None
+        # drafts and halves of a batch have plans between those of other builders for one step
+        apart = vllm_config.speculative_config is not None or vllm_config.parallel_config.use_ubatching
+        self.sharing = id(self) if apart else 0
 
     def _rows(self) -> Rows:
         # twice as many, because a request may be left out of a step and return in the next one
@@ -164,10 +169,15 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         batch = common_attn_metadata
         if batch.causal is not True:
             raise UserError("packed pages serve causal attention only; this batch asks for another")
-        table = batch.block_table_tensor.untyped_storage().data_ptr(), self.page_tokens
-        plans = Plans.of_tables.get(table) or self.plans or Plans(self._rows())  # a table may have moved
-        self.plans = Plans.of_tables[table] = plans
-        return plans.plan(batch, self.page_tokens, self.device)
+        memory = batch.block_table_tensor.untyped_storage().data_ptr()
+        table = id(self.vllm_config), memory, self.page_tokens, self.sharing
+        if self.plans is None or table != self.table:
+            plans = Plans.of_tables.get(table) or self.plans or Plans(self._rows())  # a table may have moved
+            if Plans.of_tables.get(self.table) is plans:
+                del Plans.of_tables[self.table]  # another table may get this memory
+            self.table, self.plans = table, plans
+            Plans.of_tables[table] = plans
+        return self.plans.plan(batch, self.page_tokens, self.device)
 
 
 class PackedImpl(AttentionImpl[PackedMetadata]):
