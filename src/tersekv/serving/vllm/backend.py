@@ -119,7 +119,7 @@ class Plans:
     """Rows and the latest step of one block table. vLLM makes a builder for each size of slots; they share this."""
 
     of_tables: ClassVar[WeakValueDictionary[tuple[int, ...], Plans]] = WeakValueDictionary()
-    """By engine, the table's memory and the tokens of a page. Each is kept by its builders."""
+    """By engine, the table's memory at first and the tokens of a page. Each is kept by its builders."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -146,7 +146,6 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self.page_tokens = kv_cache_spec.block_size
-        self.table: tuple[int, ...] = ()
         self.plans: Plans | None = None
         # drafts and halves of a batch have plans between those of other builders for one step
         apart = vllm_config.speculative_config is not None or vllm_config.parallel_config.use_ubatching
@@ -169,14 +168,11 @@ class PackedBuilder(AttentionMetadataBuilder[PackedMetadata]):
         batch = common_attn_metadata
         if batch.causal is not True:
             raise UserError("packed pages serve causal attention only; this batch asks for another")
-        memory = batch.block_table_tensor.untyped_storage().data_ptr()
-        table = id(self.vllm_config), memory, self.page_tokens, self.sharing
-        if self.plans is None or table != self.table:
-            plans = Plans.of_tables.get(table) or self.plans or Plans(self._rows())  # a table may have moved
-            if Plans.of_tables.get(self.table) is plans:
-                del Plans.of_tables[self.table]  # another table may get this memory
-            self.table, self.plans = table, plans
-            Plans.of_tables[table] = plans
+        if self.plans is None:
+            memory = batch.block_table_tensor.untyped_storage().data_ptr()
+            table = id(self.vllm_config), memory, self.page_tokens, self.sharing
+            self.plans = Plans.of_tables.get(table) or Plans(self._rows())
+            Plans.of_tables[table] = self.plans
         return self.plans.plan(batch, self.page_tokens, self.device)
 
 
