@@ -62,6 +62,7 @@ Kernels with_integers(const char* name) {
   own.trellis = trellis_kernel();
   own.polar = polar_kernel();
   own.rope = rope_kernel();
+  if (own.polar) own.grid_product = grid_product_vbmi;
   return own;
 }
 

@@ -92,7 +92,8 @@ struct GridProduct {
   }
 
   template <Float HALF>
-  static void packed_scaled(const GridView& view, const Product& in) {
+  static void packed_scaled(const GridView& read, const Product& in) {
+    GridView view = read;
     const Lut<S, R> lut(view);
     const int64_t groups = view.L / view.group, lane_groups = ceil_div(view.L, kLanes);
     // Keys whose blocks share their scales have the same coefficients in every block. Coefficients
@@ -163,7 +164,8 @@ struct GridProduct {
     }
   }
 
-  static void lane_scaled(const GridView& view, const Product& in) {
+  static void lane_scaled(const GridView& read, const Product& in) {
+    GridView view = read;
     const Lut<S, R> lut(view);
     const int64_t groups = view.P / view.group, room = group_slots(view), lane_groups = ceil_div(view.L, kLanes);
     Prefetch later(view, in);
@@ -174,7 +176,8 @@ struct GridProduct {
     finish.half = view.half;
     finish.unit = view.unit;
     finish.middle = view.middle;
-    if (in.y_step && groups == 1) {
+    finish.y = in.y;
+    if (in.y_step) {
       finish.blocks = in.blocks;
       finish.code_step = view.stride_n;
       finish.y_step = in.y_step;
@@ -183,9 +186,7 @@ struct GridProduct {
     }
     for (int64_t n = 0; n < in.blocks; n += finish.blocks) {
       const Block block = block_after(view, in.first, n);
-      if (n == 0 || !in.y_step)
-        group_rows(view, in.x + (in.y_step ? 0 : n * view.P), in.x_stride, in.coef, in.coef_stride);
-      finish.y = in.y + n * in.y_step;
+      group_rows(view, in.x + n * view.P, in.x_stride, in.coef, in.coef_stride);
       for (int64_t g = 0; g < groups; g++) {
         const GroupWords words = group_words(view, g);
         finish.scale = block.scale + g * view.L;

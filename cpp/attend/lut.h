@@ -19,6 +19,18 @@ struct Codes {
   int64_t group_stride, words, count, step;
 };
 
+// The coefficients of R rows, as S multiplies with them.
+template <class S, int R>
+struct Coefs {
+  const typename S::Coef* data;
+  int64_t stride;
+
+  // `values`: they are weights of tokens.
+  Coefs(float* rows, int64_t row_stride, int64_t /*slots*/, bool /*values*/)
+      : data(reinterpret_cast<const typename S::Coef*>(rows)),
+        stride(row_stride * static_cast<int64_t>(sizeof(float) / sizeof(*data))) {}
+};
+
 template <class S, int BITS, int R, int NG>
 struct LutSums {
   using F = typename S::F;
@@ -29,11 +41,10 @@ struct LutSums {
   F sum[kParts][NG][R];
 
   // The coefficients of all runs are consecutive, packed_slots(words) each.
-  [[gnu::always_inline]] inline LutSums(const typename S::template Table<BITS>& table, Codes codes, const float* coefs,
-                                        int64_t coef_stride, Prefetch& later) {
+  [[gnu::always_inline]] inline LutSums(const typename S::template Table<BITS>& table, Codes codes,
+                                        const Coefs<S, R>& coefs, Prefetch& later) {
     using Words = typename S::Words;
-    const auto* coef = reinterpret_cast<const typename S::Coef*>(coefs);
-    coef_stride *= sizeof(float) / sizeof(*coef);
+    const auto* coef = coefs.data;
     repeat<kParts>([&](auto part) TERSEKV_INLINE {
       repeat<NG>([&](auto g)
                      TERSEKV_INLINE { repeat<R>([&](auto r) TERSEKV_INLINE { sum[part][g][r] = S::zero(); }); });
@@ -42,7 +53,7 @@ struct LutSums {
       decltype(table.at(index[0])) value[NG];
       repeat<NG>([&](auto g) TERSEKV_INLINE { value[g] = table.at(index[g]); });
       repeat<R>([&](auto r) TERSEKV_INLINE {
-        const auto factor = S::factor(c + r * coef_stride);
+        const auto factor = S::factor(c + r * coefs.stride);
         repeat<NG>([&](auto g) TERSEKV_INLINE {
           F& s = sum[part % kParts][g][r];
           s = S::dot(factor, value[g], s);
@@ -56,7 +67,6 @@ struct LutSums {
       Words w[NG];
       repeat<NG>([&](auto g)
                      TERSEKV_INLINE { w[g] = S::load_words(codes.data + g * codes.group_stride + at * kLanes); });
-      later.fetch_for(NG);
       if constexpr (BITS == 3) repeat<NG>([&](auto g) TERSEKV_INLINE { spare[g] = S::spare(spare[g], w[g]); });
       const auto* end = coef + 2 * kDirect;
       while (true) {
@@ -73,6 +83,7 @@ struct LutSums {
     };
 
     for (; codes.count > 0; codes.count--, codes.data += codes.step) {
+      later.fetch_for(NG * codes.words);
       int64_t at = 0;
       if constexpr (BITS == 3) {
         while (at + 3 <= codes.words) {
@@ -114,12 +125,15 @@ struct Finish {
   int64_t blocks = 1, code_step = 0, y_step = 0, coef_step = 0, shift_step = 0, scale_step = 0, offset_step = 0;
 };
 
-// Compute sums over `codes` for lane groups [from, to), and add them to y as `finish` says.
+// Compute sums over `codes` for lane groups [from, to), and add them to y as `finish` says. The coefficients may be
+// changed.
 template <class S, int BITS, int R>
-[[gnu::noinline]] void lut_groups(const void* made, Codes codes, const float* coef, int64_t coef_stride, int64_t from,
+[[gnu::noinline]] void lut_groups(const void* made, Codes codes, float* coef, int64_t coef_stride, int64_t from,
                                   int64_t to, Prefetch& later, const Finish<S>& finish) {
   using F = typename S::F;
   const auto table = *static_cast<const typename S::template Table<BITS>*>(made);
+  const int64_t runs = codes.count * (finish.coef_step ? finish.blocks : 1);
+  Coefs<S, R> coefs(coef, coef_stride, runs * packed_slots(BITS, codes.words), !finish.y_step);
   int64_t at = from;
   float* first = finish.y;
   const F* shift = finish.shift;
@@ -128,7 +142,7 @@ template <class S, int BITS, int R>
     constexpr int NG = count;
     Codes here = codes;
     here.data += at * codes.group_stride;
-    LutSums<S, BITS, R, NG> acc(table, here, coef, coef_stride, later);
+    LutSums<S, BITS, R, NG> acc(table, here, coefs, later);
     float* y = first + at * kLanes;
     if (scale) {
       repeat<NG>([&](auto g) TERSEKV_INLINE {
@@ -169,7 +183,7 @@ template <class S, int BITS, int R>
       run(Index<1>{});
     }
     codes.data += finish.code_step;
-    coef += finish.coef_step * static_cast<int64_t>(sizeof(typename S::Coef)) / static_cast<int64_t>(sizeof(float));
+    coefs.data += finish.coef_step;
     first += finish.y_step;
     shift += finish.shift_step;
     if (scale) scale += finish.scale_step;
@@ -181,24 +195,28 @@ template <class S, int BITS, int R>
 template <class S, int R>
 class Lut {
  public:
-  explicit Lut(const GridView& view) {
+  // Set the view's unit and middle to those of the table's entries.
+  explicit Lut(GridView& view) {
     if (view.bits == 1) make<1>(view);
     if (view.bits == 2) make<2>(view);
     if (view.bits == 3) make<3>(view);
     if (view.bits == 4) make<4>(view);
   }
 
-  void operator()(const Codes& codes, const float* coef, int64_t coef_stride, int64_t from, int64_t to, Prefetch& later,
+  void operator()(const Codes& codes, float* coef, int64_t coef_stride, int64_t from, int64_t to, Prefetch& later,
                   const Finish<S>& finish) const {
     run_(table_, codes, coef, coef_stride, from, to, later, finish);
   }
 
  private:
   template <int BITS>
-  void make(const GridView& view) {
+  void make(GridView& view) {
     using Table = typename S::template Table<BITS>;
     static_assert(sizeof(Table) <= sizeof(table_));
-    new (table_) Table(view.entries);
+    if constexpr (S::kCodes == 4)
+      new (table_) Table(view.entries, view.unit, view.middle);
+    else
+      new (table_) Table(view.entries);
     run_ = lut_groups<S, BITS, R>;
   }
 

@@ -5,6 +5,8 @@
 #if TERSEKV_avx512bf16
 #include "bytes_avx512.h"
 #include "simd_avx512bf16.h"
+#elif TERSEKV_vbmi
+#include "simd_vbmi.h"
 #elif TERSEKV_avx512
 #include "bytes_avx512.h"
 #elif TERSEKV_avx2
@@ -16,6 +18,8 @@
 namespace tersekv {
 #if TERSEKV_avx512bf16
 using Lanes = Avx512Bf16;
+#elif TERSEKV_vbmi
+using Lanes = Avx512Vbmi;
 #elif TERSEKV_avx512
 using Lanes = Avx512Bytes;
 #elif TERSEKV_avx2
