@@ -119,25 +119,25 @@ def _with_mean(codec: Codec, parts: Sequence[Tokens]) -> Codec:
 
 def _mean_without_rope(parts: Sequence[Tokens]) -> Tensor:
     """Return the mean of keys before RoPE, float32 [B, H, 1, D]."""
-    total = sum(_sum_without_rope(*part) for part in parts)
+    total = sum(sum_without_rope(*part) for part in parts)
     assert isinstance(total, Tensor)
     return total / sum(part.x.shape[2] for part in parts)
 
 
-def _sum_without_rope(x: Tensor, angles: Angles | None) -> Tensor:
+def sum_without_rope(x: Tensor, angles: Angles | None) -> Tensor:
     """Return the sum of keys before RoPE, float32 [B, H, 1, D].
 
     Sums are taken before the two channels of a pair are combined, so that no key is copied.
     """
     assert angles is not None
-    rope, D = angles.rope, x.shape[-1]
-    pairs = rope.channels(D)
-    if pairs is None or angles.places.shape[1] != 1 or not rope.has_one_angle_per_pair(D):
-        return rope.invert(x.float(), *angles.cos_sin()).sum(2, keepdim=True)
-    cos, sin = angles.by_channel(D)
-    squared = cos * cos + sin * sin
-    partner, _, _, sign = pairs.to(x.device).long().unbind(-1)
-    along, across = ((x * (y / squared).unsqueeze(1)).sum(2, keepdim=True) for y in (cos, sin))
+    D = x.shape[-1]
+    if (pairs := angles.of_pairs(D)) is None:
+        x = x if x.dtype == torch.float64 else x.float()
+        return angles.rope.invert(x, *angles.cos_sin()).sum(2, keepdim=True)
+    channels = angles.rope.channels(D)
+    assert channels is not None
+    partner, _, _, sign = channels.to(x.device).long().unbind(-1)
+    along, across = ((x * (y / pairs.squared).unsqueeze(1)).sum(2, keepdim=True) for y in (pairs.cos, pairs.sin))
     return along - sign * across[..., partner.clamp_min(0)]
 
 

@@ -81,30 +81,60 @@ def key_error(
     counts: bool [B, n], False for padding and sinks, or None.
     heads: this process's heads under tensor parallelism, or None.
     """
-    D, cos_sin, own = x.shape[-1], angles.cos_sin(), angles if codec.needs_rope else None
-    keys = angles.rope.invert(x.float(), *cos_sin)
-    weights = keys.new_ones(1, 1, x.shape[2], 1) if counts is None else counts[:, None, :, None].float()
-    tokens = weights.sum(2, keepdim=True)
-    mean = (keys * weights).sum(2, keepdim=True) / tokens.clamp_min(1)
-    square, spread = mean.square().sum((2, 3)), _mean_square(keys - mean, weights)
-    # equal tokens have keys that differ by rounding alone, which no codec has to keep
-    rounding = torch.finfo(torch.float16 if x.dtype == torch.float32 else x.dtype).eps / 4
-    known = (tokens[..., 0, 0] >= LEAST_TOKENS) & (spread > square * rounding**2)
-    means = torch.where(known, square / spread, 0.0).sqrt()
+    D, own = x.shape[-1], angles if codec.needs_rope else None
+    of = _Spread.of(x, angles, counts)
+    means = of.means()
     # all processes take part in the encoding of a layer, whatever their own heads are like
     if heads is None and not (largest := float(means.max())) > LARGE_MEAN:
         return KeyFigures(largest, 0.0)
     planes = coding.encode(codec, Tokens(x, own), heads)
     decoded = coding.view(codec, planes, D, own).decode()[:, :, : x.shape[2]]
-    lost = _mean_square(angles.rope.invert(x - decoded, *cos_sin), weights)
-    errors = torch.where(known, lost / spread, 0.0).sqrt()
+    lost = _mean_square(x.double() - decoded, angles, of.weights)
+    errors = torch.where(of.known, lost / of.square, 0.0).sqrt()
     worst = errors.argmax()
     return KeyFigures(*torch.stack([means.flatten()[worst], errors.flatten()[worst]]).tolist())
 
 
-def _mean_square(x: Tensor, weights: Tensor) -> Tensor:
-    """Return the weighted mean over tokens of the squared length of x [B, H, n, D], as [B, H]."""
-    return (x.square().sum(-1, keepdim=True) * weights).sum((2, 3)) / weights.sum((2, 3)).clamp_min(1)
+def largest_means(x: Tensor, angles: Angles, counts: Tensor | None = None) -> Tensor:
+    """Return the length of the mean in the head where it is largest, [B], see `key_error`."""
+    return _Spread.of(x, angles, counts).means().amax(1)
+
+
+class _Spread(NamedTuple):
+    """The mean of keys before RoPE and their mean squared distance from it, float64 [B, H].
+
+    mean: its squared length. known: bool [B, H], True where they differ by more than rounding. weights: of tokens,
+    float64 [1 or B, 1, n, 1].
+    """
+
+    mean: Tensor
+    square: Tensor
+    known: Tensor
+    weights: Tensor
+
+    @classmethod
+    def of(cls, x: Tensor, angles: Angles, counts: Tensor | None) -> _Spread:
+        keys = x.double()  # a large mean is subtracted
+        weights = keys.new_ones(1, 1, x.shape[2], 1) if counts is None else counts[:, None, :, None].double()
+        tokens = weights.sum(2, keepdim=True)
+        mean = (coding.sum_without_rope(keys * weights, angles) / tokens.clamp_min(1)).square().sum((2, 3))
+        square = _mean_square(keys, angles, weights) - mean
+        # equal tokens have keys that differ by rounding alone, which no codec has to keep
+        rounding = torch.finfo(torch.float16 if x.dtype == torch.float32 else x.dtype).eps / 4
+        return cls(mean, square, (tokens[..., 0, 0] >= LEAST_TOKENS) & (square > mean * rounding**2), weights)
+
+    def means(self) -> Tensor:
+        """Return the lengths of the means in units of the spread, [B, H]; 0 where that is unknown."""
+        return torch.where(self.known, self.mean / self.square, 0.0).sqrt()
+
+
+def _mean_square(x: Tensor, angles: Angles, weights: Tensor) -> Tensor:
+    """Return the weighted mean over tokens of the squared length before RoPE of x [B, H, n, D], as [B, H]."""
+    if (pairs := angles.of_pairs(x.shape[-1])) is None:
+        squares = angles.rope.invert(x, *angles.cos_sin()).square()
+    else:
+        squares = x.square() / pairs.squared.unsqueeze(1)
+    return (squares * weights).sum((2, 3)) / weights.sum((2, 3)).clamp_min(1)
 
 
 def biased_keys(rope: Rope, heads: int, D: int, first: int, n: int) -> Tensor:

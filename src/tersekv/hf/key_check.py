@@ -1,21 +1,89 @@
-"""Error of a layer's keys, measured once the first ones are packed."""
+"""Error of the keys of layers, measured once the first ones are packed."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tersekv.cache.rotary import Rotary
 from tersekv.cache.store import Store
-from tersekv.calibration.key_error import LEAST_TOKENS, KeyFigures, key_error, sample_tokens
+from tersekv.calibration.key_error import (
+    LARGE_MEAN,
+    LEAST_TOKENS,
+    KeyFigures,
+    key_error,
+    largest_means,
+    sample_tokens,
+)
 from tersekv.errors import UserError
 from tersekv.tensors import plain
-from tersekv.transforms.rope import NO_ROPE, Rope
+from tersekv.threads import one_thread
+from tersekv.transforms.rope import NO_ROPE, Angles, Rope
+
+
+class Latest(NamedTuple):
+    """The latest keys x [B, H, n, D] of a layer, and which of them count, bool [1 or B, n].
+
+    rope: of the layer. place: that of the first of them. sinks: exact tokens before all others.
+    """
+
+    store: Store
+    rope: Rope
+    x: Tensor
+    place: int
+    sinks: int
+
+    @property
+    def alike(self) -> tuple[Any, ...]:
+        """What layers share whose means are computed together."""
+        x = self.x
+        return id(self.rope), self.place, self.sinks, x.shape, x.dtype, x.device
+
+    def angles(self, n: int) -> Angles:
+        """Return those of n tokens."""
+        rotary = self.store.rotary or Rotary(self.rope)
+        if self.store.rotary is None:
+            rotary.note(0, self.store.num_tokens, self.store.padding)
+        return rotary.angles(self.place, n, self.x.device)
+
+    def counts(self) -> Tensor:
+        """Return which tokens count."""
+        positions = torch.arange(self.place, self.place + self.x.shape[2], device=self.x.device)
+        padding = self.store.padding
+        before = torch.zeros_like(positions[:1]) if padding is None else padding.to(self.x.device)
+        return positions >= (before + self.sinks).unsqueeze(1)
+
+
+def kept_keys(keys: Tensor) -> Tensor:
+    """Return a copy of the keys [B, H, n, D] of a call that `check_keys` needs at the end of the pass."""
+    return keys[:, :, -max(1, sample_tokens(keys.shape[2], keys.shape[0])) :].detach().clone()
 
 
 @plain
-def error_of_keys(store: Store, rope: Rope | None, keys: Tensor) -> tuple[bool, KeyFigures | None]:
-    """Return if the error of coding was looked at, and the figures if it could be measured.
+def check_keys(layers: Mapping[int, Any], waiting: Mapping[int, Tensor]) -> None:
+    """Measure the error of the keys of layers, at the end of a pass, and warn if one is large.
+
+    layers: `CompressedLayer` by index. waiting: `kept_keys` of the pass's calls, by index.
+    """
+    groups: dict[Any, list[tuple[int, Latest]]] = {}
+    with one_thread(sum(keys.numel() for keys in waiting.values())):
+        for index, keys in waiting.items():
+            layer = layers[index]
+            layer.measured, latest = _latest(layer.store, layer.cache.ropes.known(index), keys)
+            if latest is not None:
+                groups.setdefault(latest.alike, []).append((index, latest))
+        for group in groups.values():
+            for index, latest in _suspicious(group):
+                figures = _figures(latest)
+                if figures is not None and figures.is_large:
+                    layers[index].cache.warn_of_keys(index, figures)
+
+
+def _latest(store: Store, rope: Rope | None, keys: Tensor) -> tuple[bool, Latest | None]:
+    """Return if the layer needs no look later, and the keys to look at now, if there are enough.
 
     keys: of the present call, which end with the store's latest token.
     """
@@ -27,19 +95,30 @@ def error_of_keys(store: Store, rope: Rope | None, keys: Tensor) -> tuple[bool, 
     n = sample_tokens(keys.shape[2], keys.shape[0])
     if not n:  # later calls leave more tokens exact
         return False, None
-    first = store.num_tokens - n
-    positions = torch.arange(first, first + n, device=keys.device)
-    sinks = torch.zeros_like(positions[:1]) if store.padding is None else store.padding.to(keys.device)
-    counts = positions >= (sinks + store.policy.sink_tokens(store.window)).unsqueeze(1)
-    rotary = store.rotary or Rotary(rope or NO_ROPE)
-    if store.rotary is None:
-        rotary.note(0, store.num_tokens, store.padding)
+    x = keys[:, :, -n:].to(store.recent.keys.dtype)
+    sinks = store.policy.sink_tokens(store.window)
+    return True, Latest(store, store.rotary.rope if store.rotary else rope or NO_ROPE, x, store.num_tokens - n, sinks)
+
+
+def _suspicious(group: Sequence[tuple[int, Latest]]) -> Sequence[tuple[int, Latest]]:
+    """Return the layers with a large mean. Their means are computed together, unless they have padding or a part of
+    the heads."""
+    first = group[0][1]
+    angles, counts = first.angles(first.x.shape[2]), first.counts()
+    if first.rope.varies or max(len(angles.places), len(counts)) > 1 or any(of.store.heads for _, of in group):
+        return group
+    means = largest_means(torch.cat([latest.x for _, latest in group]), angles, counts).view(len(group), -1).amax(1)
+    return [one for one, large in zip(group, (means > LARGE_MEAN).tolist(), strict=True) if large]
+
+
+def _figures(latest: Latest) -> KeyFigures | None:
+    """Return the error of a layer's keys; None if a scale is too large."""
+    store, x, counts = latest.store, latest.x, latest.counts()
+    codec = store.keys.codec
+    if missing := -x.shape[2] % codec.layout(x.shape[-1]).block_tokens:  # whole blocks are coded
+        x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
+        counts = torch.nn.functional.pad(counts, (0, missing))
     try:
-        x = keys[:, :, -n:].to(store.recent.keys.dtype)
-        if missing := -n % store.keys.codec.layout(x.shape[-1]).block_tokens:  # whole blocks are coded
-            x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)
-            counts = torch.nn.functional.pad(counts, (0, missing))
-        angles = rotary.angles(first, n + missing, keys.device)
-        return True, key_error(store.keys.codec, x, angles, counts, store.heads)
+        return key_error(codec, x, latest.angles(x.shape[2]), counts, store.heads)
     except UserError:  # a scale of tokens that are packed later is too large
-        return True, None
+        return None

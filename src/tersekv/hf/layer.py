@@ -21,14 +21,13 @@ from tersekv.errors import CacheError, UserError
 from tersekv.hf.allotment import Call
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
-from tersekv.hf.key_check import error_of_keys
+from tersekv.hf.key_check import check_keys, kept_keys
 from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan, written
 from tersekv.sizes.rate_allotment import with_rates
 from tersekv.tensors import type_name
-from tersekv.threads import one_thread
 
 FLOATS = {type_name(t): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by their names in files."""
@@ -169,13 +168,12 @@ class CompressedLayer(CacheLayerMixin):
             raise
         progress.torn = False
         if not self.measured and (keys.shape[2] > 1 or not self.store.num_tokens % STEP):
-            with one_thread(keys.numel()):
-                self.measured, figures = error_of_keys(self.store, self.cache.ropes.known(self.index), keys)
-            if figures is not None and figures.is_large:
-                self.cache.warn_of_keys(self.index, figures)
+            progress.unchecked[self.index] = kept_keys(keys)
         if progress.linear:
             progress.end(self.index)
-        if keys.shape[2] > 1 and self.index == max(progress.attention):  # the last layer of the pass
+        if (progress.unchecked or keys.shape[2] > 1) and self.index == max(progress.attention):  # the pass ends
+            unchecked, progress.unchecked = progress.unchecked, {}
+            check_keys(progress.attention, unchecked)
             self.cache.ropes.forget()
         if keys.is_cpu and keys.shape[2] >= MANY_TOKENS:
             progress.freed += keys.nbytes + values.nbytes

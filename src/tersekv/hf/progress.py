@@ -57,6 +57,7 @@ class Progress:
         self.freed = 0  # bytes of exact prompts freed since memory was returned to the system
         self.encoded = -1  # tokens of a layer at the last call that encoded for all layers
         self.torn = False  # True while a layer changes; stays True if that change is interrupted
+        self.unchecked: dict[int, Tensor] = {}  # this pass's keys by layer, see `check_keys`
         self.steps, self.last, self.done, self.handles = 0, NOWHERE, {}, None
 
     handles: bool | None
@@ -77,7 +78,7 @@ class Progress:
         """
         self.check()
         self.steps += 1
-        self.last, self.handles = NOWHERE, None
+        self.last, self.handles, self.unchecked = NOWHERE, None, {}
 
     def reach(self, layer: int, state: int) -> None:
         """Record that a layer is about to read or change a state.

@@ -325,6 +325,13 @@ class Angles(NamedTuple):
                 kept[key] = found
         return found
 
+    def of_pairs(self, D: int) -> PairAngles | None:
+        """Return the angles of D channels if RoPE rotates pairs of them, each by one angle, in all heads alike."""
+        if self.places.shape[1] != 1 or not self.rope.has_one_angle_per_pair(D):
+            return None
+        cos, sin = self.by_channel(D)
+        return PairAngles(cos, sin, cos * cos + sin * sin)
+
     def _by_channel(self, D: int) -> tuple[Tensor, Tensor]:
         channels = self.rope.channels(D)
         assert channels is not None
@@ -342,6 +349,14 @@ class Angles(NamedTuple):
         cos, sin = self.rows()
         columns = self.rope._columns()[1].to(cos.device)
         return cos[..., columns], sin[..., columns]
+
+
+class PairAngles(NamedTuple):
+    """Cosines and sines of each channel, and the squared factor by which RoPE lengthens its pair: [1 or B, T, D]."""
+
+    cos: Tensor
+    sin: Tensor
+    squared: Tensor
 
 
 def _is_one_angle(channels: Tensor) -> bool:
