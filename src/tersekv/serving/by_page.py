@@ -8,7 +8,7 @@ Shapes: q queries, H key-value heads, Hq query heads, G = Hq/H, D head dim, p to
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ class Pool(Protocol):
     page_tokens: int
     kv_heads: int
     kind: AttentionKind
-    rows: Tensor | None
+    rows: Any  # its exact rows
 
     def unpacked(
         self, pages: Tensor, numbers: Tensor, dtype: torch.dtype, sinks: Tensor | None = None
@@ -68,7 +68,7 @@ def _own_pages(pool: Pool, query: Tensor, keys: Tensor, values: Tensor, chunk: C
         sides = [key[:, :, own], value[:, :, own]]
         if first % p:
             assert pool.rows is not None
-            held = pool.rows[:, chunk.row, None, :, : first % p]
+            held = pool.rows.data[:, chunk.row, None, :, : first % p]
             sides = [torch.cat([old.to(new.dtype), new], dim=2) for old, new in zip(held, sides, strict=True)]
         mask = pool.kind.visible(torch.arange(first, last), torch.arange(page * p, last)).to(query.device)
         rows = query[:, :, :, own].flatten(2, 3)

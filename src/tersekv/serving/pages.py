@@ -42,6 +42,29 @@ With "page" results do not depend on how prompts are cut into steps.
 """
 
 
+class ExactRows(NamedTuple):
+    """Exact tokens [2, rows, H, t, D], keys and values. Heads of a token follow each other in memory, so that a token
+    is written in one piece.
+
+    sides: keys and values. flat: as tokens [rows·t, H, D], see `EngineStep.copied`.
+    """
+
+    data: Tensor
+    sides: tuple[Tensor, ...]
+    flat: tuple[Tensor, ...]
+
+    @staticmethod
+    def grown(held: ExactRows | None, rows: int, tokens: int, like: Tensor) -> ExactRows:
+        """Return at least this many rows of `tokens` tokens like [T, H, D], which begin with the present ones."""
+        have = 0 if held is None else held.data.shape[1]
+        if held is not None and have >= rows:
+            return held
+        made = like.new_zeros((2, max(rows, 2 * have, 1), tokens, *like.shape[1:]))
+        if held is not None:
+            made[:, :have] = held.data.transpose(2, 3)
+        return ExactRows(made.transpose(2, 3), tuple(made.transpose(2, 3)), tuple(made.flatten(1, 2)))
+
+
 class PagePool:
     """Pages of one layer in contiguous memory uint8 [S, H, p, token_bytes].
 
@@ -73,37 +96,25 @@ class PagePool:
             )
         self.codecs: tuple[Codec, Codec] = (slots.keys, slots.values)
         self.planes = slots.views(memory.view(S * p // BLOCK_TOKENS, H, BLOCK_TOKENS * C))
-        self.rows: Tensor | None = None
-        """Exact copies of pages being filled: [2, rows, H, p, D], keys and values."""
-        self.sinks: Tensor | None = None
-        """Exact attention sinks of requests: [2, rows, H, SINKS, D]."""
+        self.rows: ExactRows | None = None
+        """Exact copies of pages being filled."""
+        self.sinks: ExactRows | None = None
+        """Exact attention sinks of requests."""
         self._pool: PackedPages | None = None
 
     # ---------------------------------------------------------------- write
 
     def write(self, keys: Tensor, values: Tensor, step: EngineStep) -> None:
         """Copy the tokens [T, H, D] of pages being filled to their rows, and pack full pages."""
-        self.rows = self._with_rows(self.rows, step.rows, self.page_tokens, keys)
-        self.sinks = self._with_rows(self.sinks, step.sinks, SINKS, keys)
+        self.rows = ExactRows.grown(self.rows, step.rows, self.page_tokens, keys)
+        self.sinks = ExactRows.grown(self.sinks, step.sinks, SINKS, keys)
         token, place = step.copied
         if len(token):
             whole = len(token) == len(keys) and step.singles is not None and step.singles.tokens is None
-            for side, x in enumerate((keys, values)):
-                tokens = (x if whole else x.index_select(0, token)).to(self.rows.dtype)
-                _by_place(self.rows[side]).index_copy_(0, place, tokens)
+            for x, rows in zip((keys, values), self.rows.flat, strict=True):
+                rows.index_copy_(0, place, (x if whole else x.index_select(0, token)).to(rows.dtype))
         if step.full is not None:
             self._pack(keys, values, step.full, step.shared)
-
-    def _with_rows(self, held: Tensor | None, rows: int, tokens: int, like: Tensor) -> Tensor:
-        """Return exact tokens [2, at least `rows`, H, tokens, D] that begin with the present ones.
-
-        Heads of a token follow each other in memory, so that a token is written in one piece.
-        """
-        have = 0 if held is None else held.shape[1]
-        if held is not None and have >= rows:
-            return held
-        more = like.new_zeros((2, max(rows, 2 * have, 1) - have, tokens, self.kv_heads, self.slots.head_dim))
-        return (more if held is None else torch.cat([held.transpose(2, 3), more], dim=1)).transpose(2, 3)
 
     def _pack(self, keys: Tensor, values: Tensor, full: Full, shared: dict[Any, Any]) -> None:
         """Encode the tokens of full pages and store their blocks."""
@@ -111,14 +122,15 @@ class PagePool:
             parts = [x.index_select(0, full.tokens)] if len(full.tokens) else []
             if len(full.rows):
                 assert self.rows is not None
-                parts.append(self.rows[side][full.rows].transpose(1, 2).flatten(0, 1))
+                parts.append(self.rows.sides[side][full.rows].transpose(1, 2).flatten(0, 1))
             found = torch.cat(parts) if len(parts) > 1 else parts[0]
             tokens = found.transpose(0, 1)[None]  # [1, H, n, D]
             page, row = full.sinks
             if len(page):
                 assert self.sinks is not None
                 pages = tokens[0].unflatten(1, (-1, self.page_tokens))  # [H, pages, p, D]
-                self.sinks[side][row] = pages[:, page, :SINKS].transpose(0, 1).to(self.sinks.dtype)
+                rows = self.sinks.sides[side]
+                rows[row] = pages[:, page, :SINKS].transpose(0, 1).to(rows.dtype)
             for part, in_blocks in self._parts(tokens.shape[2]):
                 angles = self._angles(side, full.positions[part], shared, ("full", part.start))
                 coded = coding.encode(codec, Tokens(tokens[:, :, part], angles))
@@ -201,9 +213,9 @@ class PagePool:
         assert self.sinks is not None
         if self._native(query):
             pages = self.pool(of.packed) if of.reads_packed else None
-            exact: tuple[Any, ...] = ((self.rows[0], self.rows[1], of.exact, of.rows),)
+            exact: tuple[Any, ...] = ((*self.rows.sides, of.exact, of.rows),)
             if of.reads_packed:
-                exact = (*exact, (self.sinks[0], self.sinks[1], of.first, of.sinks))
+                exact = (*exact, (*self.sinks.sides, of.first, of.sinks))
             found = backends.attend.direct(
                 query.unsqueeze(2), exact, pages, None, None, *self.kind[:2], self.kind.sink_logits, False,
                 (of.pages, self.page_tokens) if of.reads_packed else None,
@@ -211,10 +223,10 @@ class PagePool:
             if found is not None:
                 return found[:, 0]
         rows = query.float().unflatten(1, (self.kv_heads, -1))  # [B, H, G, D]
-        key, value = self.rows[0][of.rows], self.rows[1][of.rows]
+        key, value = (side[of.rows] for side in self.rows.sides)
         parts = [backends.attend_exact(rows, key, value, of.exact, *self.kind[:2])]
         if of.reads_packed:
-            first = self.sinks[0][of.sinks], self.sinks[1][of.sinks]
+            first = [side[of.sinks] for side in self.sinks.sides]
             parts.append(backends.attend_exact(rows, *first, of.first, *self.kind[:2]))
             parts.append(self._packed(rows, of))
         merged = backends.merge_segments([out for out, _ in parts], [lse for _, lse in parts])
@@ -256,10 +268,10 @@ class PagePool:
         exact: list[tuple[Any, ...]] = [(keys.transpose(0, 1)[None], values.transpose(0, 1)[None], own)]
         if before := chunk.start % self.page_tokens:
             assert self.rows is not None
-            held = self.rows[:, chunk.row, None, :, :before]
+            held = self.rows.data[:, chunk.row, None, :, :before]
             exact.append((held[0], held[1], visible[..., packed : chunk.start].contiguous()))
         assert self.sinks is not None
-        first = self.sinks[:, chunk.sink, None]
+        first = self.sinks.data[:, chunk.sink, None]
         exact.append((first[0], first[1], visible[..., :SINKS].contiguous()))
         visible[..., :SINKS] = False
         pages = self.pool(visible[..., :packed].contiguous())
@@ -290,7 +302,7 @@ class PagePool:
                     to[plan.packed] = packed[side]
                 if len(held):
                     assert self.rows is not None
-                    to[held] = _by_place(self.rows[side]).index_select(0, place).to(to.dtype)
+                    to[held] = self.rows.flat[side].index_select(0, place).to(to.dtype)
         rows = query if plan.tokens is None else query.index_select(0, plan.tokens)
         return self.dense(rows, sides[0], sides[1], plan.lengths, self.kind)
 
@@ -320,14 +332,9 @@ class PagePool:
             if sinks is not None and len(sinks):
                 assert self.sinks is not None
                 starting = (numbers == 0).nonzero()[:, 0]
-                out.unflatten(0, (-1, p))[starting, :SINKS] = self.sinks[side][sinks].transpose(1, 2).to(dtype)
+                out.unflatten(0, (-1, p))[starting, :SINKS] = self.sinks.sides[side][sinks].transpose(1, 2).to(dtype)
             made.append(out)
         return made[0], made[1]
-
-
-def _by_place(rows: Tensor) -> Tensor:
-    """Return rows [n, H, p, D] of one side as tokens [n·p, H, D], see `EngineStep.copied`."""
-    return rows.transpose(1, 2).flatten(0, 1)
 
 
 def _are_long(chunks: Sequence[Chunk], T: int) -> bool:

@@ -265,8 +265,11 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
             return output.zero_()
         n, step = attn_metadata.num_actual_tokens, attn_metadata.step
         pool = self._pool_of(kv_cache)
-        pool.write(key[:n], value[:n], step)
-        output[:n] = pool.attend(query[:n], key[:n], value[:n], step).view_as(output[:n])
+        if n < len(query):  # the rest fills up a graph's size
+            query, key, value = query[:n], key[:n], value[:n]
+        pool.write(key, value, step)
+        own = output if n == len(output) else output[:n]
+        own.copy_(pool.attend(query, key, value, step).view_as(own))
         return output
 
     def _pool_of(self, memory: Tensor) -> PagePool:
