@@ -13,14 +13,30 @@ inline const char* dense_row(const DenseView& v, int64_t b, int64_t h, int64_t t
   return static_cast<const char*>(v.data) + (b * v.stride_b + h * v.stride_h + t * v.stride_t) * size;
 }
 
+// Rows of tokens, `step` bytes apart, that are prefetched while scores are computed: keys some tokens ahead, and the
+// values of the same tokens.
+struct DenseAhead {
+  static constexpr int64_t kTokens = 8;
+  const char *key = nullptr, *value = nullptr;
+  int64_t key_step = 0, value_step = 0, key_bytes = 0, value_bytes = 0, keys = 0, values = 0;
+
+  [[gnu::always_inline]] inline void fetch(int64_t tokens) {
+    for (int64_t end = keys - tokens; keys > end && keys > 0; keys--, key += key_step)
+      for (int64_t at = 0; at < key_bytes; at += 64) __builtin_prefetch(key + at, 0, 3);
+    for (int64_t end = values - tokens; values > end && values > 0; values--, value += value_step)
+      for (int64_t at = 0; at < value_bytes; at += 64) __builtin_prefetch(value + at, 0, 3);
+  }
+};
+
 // score[r][i] += query[r] · key[i] for i < count.
 template <class S, Float T, int R, int TOKENS>
 void dense_scores(const char* key, int64_t step, int64_t count, int64_t D, const float* query, int64_t query_stride,
-                  float* score, int64_t score_stride) {
+                  float* score, int64_t score_stride, DenseAhead ahead = {}) {
   using F = typename S::F;
   constexpr int64_t size = T == Float::f32 ? 4 : 2;
   const int64_t whole = D / kLanes * kLanes;
   for (int64_t i = 0; i + TOKENS <= count; i += TOKENS, key += TOKENS * step) {
+    ahead.fetch(TOKENS);
     F acc[TOKENS][R];
     repeat<TOKENS>([&](auto k) TERSEKV_INLINE { repeat<R>([&](auto r) TERSEKV_INLINE { acc[k][r] = S::zero(); }); });
     auto add = [&](int64_t d, auto load) TERSEKV_INLINE {
@@ -94,12 +110,27 @@ void with_type(Float type, Body&& body) {
 template <class S>
 void exact_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const DenseView& v = node.view->dense;
-  const int64_t step = v.stride_t * (v.type == Float::f32 ? 4 : 2);
+  const int64_t size = v.type == Float::f32 ? 4 : 2, step = v.stride_t * size;
+  DenseAhead ahead;
+  const View& values = *node.call->values;
+  if (!span.row && values.kind == Kind::exact) {
+    const DenseView& of = values.dense;
+    const int64_t value_size = of.type == Float::f32 ? 4 : 2,
+                  skip = span.tokens() < DenseAhead::kTokens ? span.tokens() : DenseAhead::kTokens;
+    ahead = {dense_row(v, node.b, node.h, span.first + skip),
+             dense_row(of, node.b, node.h, span.first),
+             step,
+             of.stride_t * value_size,
+             node.view->D * size,
+             values.D * value_size,
+             span.tokens() - skip,
+             span.tokens()};
+  }
   with_type(v.type, [&](auto type) {
     with_rows(span.rows, [&](auto rows) {
       dense_scores<S, type, rows, S::kExactTokens>(dense_row(v, node.b, node.h, span.first), step, span.tokens(),
                                                    node.view->D, node.query_row(span.row), node.query_stride, score,
-                                                   score_stride);
+                                                   score_stride, ahead);
     });
   });
 }
