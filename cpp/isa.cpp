@@ -54,8 +54,8 @@ bool may_use_tiles() {
 }
 #endif
 
-// Kernels of AVX-512 whose trellis codes, polar coordinates and codes before RoPE are multiplied in integers, where the
-// CPU has the instructions.
+// Kernels of AVX-512 whose trellis codes, polar coordinates, evenly spaced grids and codes before RoPE are multiplied
+// in integers, where the CPU has the instructions.
 Kernels with_integers(const char* name) {
   Kernels own = kernels_avx512();
   own.name = name;

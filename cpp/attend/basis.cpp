@@ -37,9 +37,9 @@ void multiply_head(const BasisProduct& call, int64_t task) {
   const int64_t to = call.B - from < call.batch_rows() ? call.B : from + call.batch_rows();
   const HeadMatrix& of = call.matrix;
   reset_scratch();
-  float *w = scratch(D * width), *channel = scratch(width);
+  float *room = scratch(D * width), *channel = scratch(width);
   float *in = scratch(kRowTile * D), *out = scratch(kRowTile * width);
-  unpack_matrix(of, call.combine, from, h, D, width, w);
+  const float* w = unpack_matrix(of, call.combine, from, h, D, width, room);
   for (int64_t c = 0; c < width; c++) channel[c] = c < D ? channel_of(of, from, h, c) : 1.0f;
   const auto vector = [&](int64_t i) { return ((from + i / R) * call.H + h) * R + i % R; };
   const int64_t all = (to - from) * R, begin = task / call.H % call.parts() * kMostAtOnce;

@@ -24,10 +24,10 @@ inline void unpack(const uint8_t* codes, float* to) {
   }
 }
 
-// Unpack a head's matrix [D, D] into w [D, width], without the factors of its channels. combine: its rows are w's rows,
-// else its columns are.
-inline void unpack_matrix(const HeadMatrix& of, bool combine, int64_t b, int64_t h, int64_t D, int64_t width,
-                          float* w) {
+// Return a head's matrix [D, D], rows `width` floats apart, without the factors of its channels: the matrix itself, or
+// unpacked into w [D, width]. combine: its rows are those of the result, else its columns are.
+inline const float* unpack_matrix(const HeadMatrix& of, bool combine, int64_t b, int64_t h, int64_t D, int64_t width,
+                                  float* w) {
   if (of.codes) {  // D is a multiple of sixteen
     const uint8_t* codes = of.codes + b * of.codes_b + h * of.codes_h;
     float block[kLanes * kLanes];
@@ -38,14 +38,19 @@ inline void unpack_matrix(const HeadMatrix& of, bool combine, int64_t b, int64_t
         for (int64_t i = 0; i < kLanes; i++) unpack(codes + ((d + i) * D + c) * 3 / 4, to + i * stride);
         if (!combine) transpose(block, kLanes, w + c * width + d, width);
       }
-    return;
+    return w;
   }
   const float* dense = of.dense + b * of.dense_b + h * of.dense_h;
-  for (int64_t i = 0; i < D * width; i++) w[i] = 0.0f;
-  // Blocks of sixteen rows, so that a transposed block fills whole cache lines.
-  for (int64_t d0 = 0; d0 < D; d0 += kLanes)
-    for (int64_t c = 0; c < D; c++)
-      for (int64_t d = d0; d < d0 + kLanes && d < D; d++) w[combine ? d * width + c : c * width + d] = dense[d * D + c];
+  if (combine && D == width) return dense;
+  for (int64_t i = 0; D < width && i < D * width; i++) w[i] = 0.0f;
+  if (combine || D % kLanes) {
+    for (int64_t d = 0; d < D; d++)
+      for (int64_t c = 0; c < D; c++) w[combine ? d * width + c : c * width + d] = dense[d * D + c];
+    return w;
+  }
+  for (int64_t d = 0; d < D; d += kLanes)
+    for (int64_t c = 0; c < D; c += kLanes) transpose(dense + d * D + c, D, w + c * width + d, width);
+  return w;
 }
 
 // Factor of a channel of a head's matrix.

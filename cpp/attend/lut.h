@@ -1,6 +1,7 @@
 // The micro-kernel of packed codes: acc[r][lane] += coef[r][p] * table[code[p][lane]]. A wrapper S
 // with kCodes = 1 multiplies in float32. With kCodes = 2 each look-up returns the bfloat16 values
-// of codes p and p + 1 in the two halves of a lane's word, and a dot product adds both. It is
+// of codes p and p + 1 in the two halves of a lane's word, and a dot product adds both. lut_vbmi.h
+// has the one for kCodes = 4. It is
 // compiled per bit width, number of query rows and number of lane groups only, because its
 // compilation dominates the build time.
 #pragma once

@@ -13,20 +13,21 @@ alignas(64) constexpr float kDither[2][kLanes] = {
     {-15 / 32.0f, 1 / 32.0f, -7 / 32.0f, 9 / 32.0f, -11 / 32.0f, 5 / 32.0f, -3 / 32.0f, 13 / 32.0f, -13 / 32.0f,
      3 / 32.0f, -5 / 32.0f, 11 / 32.0f, -9 / 32.0f, 7 / 32.0f, -1 / 32.0f, 15 / 32.0f}};
 
-// Coefficients as integers of 16 bits in a unit per row, 256 · high + low with signed bytes: of each four first the
-// high bytes, then the low ones. They are written over the floats.
+// Coefficients as integers of 16 bits in a unit per row and call, 256 · high + low with signed bytes: of each four
+// first the high bytes, then the low ones. They are written over the floats.
 template <int R>
 struct Coefs<Avx512Vbmi, R> {
   const uint16_t* data;
   int64_t stride;
   float unit[R];
 
+  // Sums of products with codes of 4 bits fit 32 bits for 2^20 slots.
   Coefs(float* rows, int64_t row_stride, int64_t slots, bool values)
       : data(reinterpret_cast<const uint16_t*>(rows)), stride(2 * row_stride) {
-    // Sums of products with bytes fit 32 bits.
-    const float most = slots > 32768 ? 32512.0f * 32768.0f / static_cast<float>(slots) : 32512.0f;
+    constexpr float most = 32512.0f;
     const __m512 dither = _mm512_load_ps(kDither[values]);
-    const __m512i bytes = order(0), after = order(8);
+    // Of the four integers in sixteen bytes the second bytes, then the first.
+    const __m512i bytes = _mm512_broadcast_i32x4(_mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, 1, 5, 9, 13, 0, 4, 8, 12));
     for (int r = 0; r < R; r++) {
       float* row = rows + r * row_stride;
       // As integers, magnitudes keep their order, and those of infinity and NaN are the largest.
@@ -43,7 +44,7 @@ struct Coefs<Avx512Vbmi, R> {
           return _mm512_add_epi32(_mm512_cvtps_epi32(_mm512_fmadd_ps(part, inverse, dither)), _mm512_set1_epi32(128));
         };
         const __m512i both =
-            _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(whole(x), bytes), 0xFF00FF00FF00FF00, whole(y), after);
+            _mm512_mask_shuffle_epi8(_mm512_shuffle_epi8(whole(x), bytes), 0xFF00FF00FF00FF00, whole(y), bytes);
         // The 128 that was added for the high byte is taken from the low one again.
         const __m512i signs = _mm512_set1_epi64(static_cast<int64_t>(0x8080808000000000));
         _mm512_storeu_si512(row + p / 2, _mm512_permutexvar_epi64(_mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7),
@@ -63,13 +64,6 @@ struct Coefs<Avx512Vbmi, R> {
     const auto left = static_cast<uint32_t>((uint64_t{1} << (slots - p)) - 1);
     body(p, _mm512_maskz_loadu_ps(static_cast<__mmask16>(left), row + p),
          _mm512_maskz_loadu_ps(static_cast<__mmask16>(left >> 16), row + p + kLanes));
-  }
-
-  // Order of the bytes of four integers in each 16 bytes: their second bytes, then their first, from byte `from` on.
-  static __m512i order(int from) {
-    alignas(16) uint8_t byte[16];
-    for (int i = 0; i < 16; i++) byte[i] = static_cast<uint8_t>(i % 4 * 4 + ((i - from) % 8 < 4 ? 1 : 0));
-    return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(byte)));
   }
 };
 
@@ -94,30 +88,20 @@ struct Shifts {
   }
 };
 
+// sum += Σ of four products, of bytes without and with signs. Inline assembly, because GCC 12 copies the sums of the
+// intrinsic.
+[[gnu::always_inline]] inline void add_products(__m512i& sum, __m512i bytes, const uint16_t* coef) {
+  asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(bytes), "m"(*reinterpret_cast<const int32_t*>(coef)));
+}
+
 template <int BITS, int R, int NG>
 struct LutSums<Avx512Vbmi, BITS, R, NG> {
   __m512 sum[1][NG][R];
 
-  [[gnu::always_inline]] inline LutSums(const Avx512Vbmi::Table<BITS>& table, const Codes& codes,
+  [[gnu::always_inline]] inline LutSums(const Avx512Vbmi::Table<BITS>& /*table*/, Codes codes,
                                         const Coefs<Avx512Vbmi, R>& coefs, Prefetch& later) {
-    table.codes ? add<true>(table, codes, coefs, later) : add<false>(table, codes, coefs, later);
-  }
-
- private:
-  // Inline assembly, because GCC 12 copies the sums of the intrinsic.
-  [[gnu::always_inline]] static inline void add_products(__m512i& sum, __m512i bytes, const uint16_t* coef) {
-    asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(bytes), "m"(*reinterpret_cast<const int32_t*>(coef)));
-  }
-
-  template <bool CODES>
-  [[gnu::always_inline]] inline void add(const Avx512Vbmi::Table<BITS>& table, Codes codes,
-                                         const Coefs<Avx512Vbmi, R>& coefs, Prefetch& later) {
     constexpr int kWordCodes = 2 * direct_codes(BITS);
     const uint16_t* coef = coefs.data;
-    const auto entries = [](const uint8_t* from) {
-      return _mm512_broadcast_i32x4(_mm_load_si128(reinterpret_cast<const __m128i*>(from)));
-    };
-    const __m512i low = entries(table.low), high = entries(table.high);
     const __m512i mask = _mm512_set1_epi8((1 << BITS) - 1);
     __m512i upper[NG][R], lower[NG][R];  // in units of 256 and of 1
     repeat<NG>([&](auto g) TERSEKV_INLINE {
@@ -125,17 +109,12 @@ struct LutSums<Avx512Vbmi, BITS, R, NG> {
     });
     // Add four codes per lane, whose bytes may hold other bits above them.
     const auto four = [&](const __m512i(&index)[NG], const uint16_t* c) TERSEKV_INLINE {
-      __m512i first[NG], second[NG];
-      repeat<NG>([&](auto g) TERSEKV_INLINE {
-        // The look-ups read six bits, and the tables hold their entries four times or more.
-        first[g] = CODES ? _mm512_and_si512(index[g], mask) : _mm512_permutexvar_epi8(index[g], high);
-        if constexpr (!CODES) second[g] = _mm512_permutexvar_epi8(index[g], low);
-      });
+      __m512i code[NG];
+      repeat<NG>([&](auto g) TERSEKV_INLINE { code[g] = _mm512_and_si512(index[g], mask); });
       repeat<R>([&](auto r) TERSEKV_INLINE {
         const uint16_t* both = c + r * coefs.stride;
-        repeat<NG>([&](auto g) TERSEKV_INLINE { add_products(upper[g][r], first[g], both); });
-        repeat<NG>([&](auto g) TERSEKV_INLINE { add_products(lower[g][r], first[g], both + 2); });
-        if constexpr (!CODES) repeat<NG>([&](auto g) TERSEKV_INLINE { add_products(lower[g][r], second[g], both); });
+        repeat<NG>([&](auto g) TERSEKV_INLINE { add_products(upper[g][r], code[g], both); });
+        repeat<NG>([&](auto g) TERSEKV_INLINE { add_products(lower[g][r], code[g], both + 2); });
       });
     };
     const auto load = [&](__m512i(&words)[NG], int64_t at) TERSEKV_INLINE {
@@ -182,11 +161,10 @@ struct LutSums<Avx512Vbmi, BITS, R, NG> {
       }
     }
     repeat<R>([&](auto r) TERSEKV_INLINE {
-      const float unit = coefs.unit[r] * (CODES ? 1.0f : 256.0f);
       repeat<NG>([&](auto g) TERSEKV_INLINE {
         const __m512 whole =
             _mm512_fmadd_ps(_mm512_cvtepi32_ps(upper[g][r]), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(lower[g][r]));
-        sum[0][g][r] = _mm512_mul_ps(whole, _mm512_set1_ps(unit));
+        sum[0][g][r] = _mm512_mul_ps(whole, _mm512_set1_ps(coefs.unit[r]));
       });
     });
   }

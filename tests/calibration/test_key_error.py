@@ -213,12 +213,39 @@ def test_an_own_codec_is_measured(biased):
     assert "own codes them" in said
 
 
+def test_many_keys_are_checked_before_the_pass_ends(biased, monkeypatch):
+    """Few keys are kept at a time, and the warning names the same layer."""
+    expected = said_by(lambda: fill(biased, "turboquant"))
+    monkeypatch.setattr("tersekv.hf.progress.MOST_KEPT", 1)
+    assert said_by(lambda: fill(biased, "turboquant")) == expected != []
+
+
+def test_an_interrupted_check_is_made_up_for(biased, monkeypatch):
+    """A check that fails leaves the layers unmeasured, so that the next call says it."""
+    cache = tersekv.CompressedCache(biased, "turboquant")
+
+    def halted(*_):
+        raise KeyboardInterrupt
+
+    with tersekv.compress(biased, cache), monkeypatch.context() as patched:
+        patched.setattr("tersekv.hf.key_check._figures", halted)
+        with pytest.raises(KeyboardInterrupt):
+            biased(prompt(300), use_cache=True)
+    cache.reset()
+
+    def again():
+        with tersekv.compress(biased, cache):
+            biased(prompt(300), use_cache=True)
+
+    assert len(said_by(again)) == 1
+
+
 def test_the_cache_is_unchanged(biased, tmp_path, monkeypatch):
     """Measuring changes no byte; copies, pickles and files say it no second time."""
     with pytest.warns(UserWarning, match=WARNED):
         cache = fill(biased, "turboquant")
     with monkeypatch.context() as patched:
-        patched.setattr("tersekv.hf.layer.check_keys", lambda *_: None)
+        patched.setattr("tersekv.hf.progress.check_keys", lambda *_: None)
         plain = fill(biased, "turboquant")
     assert cache.footprint() == plain.footprint()
     cache.save(tmp_path / "measured")

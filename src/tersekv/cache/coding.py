@@ -125,7 +125,7 @@ def _mean_without_rope(parts: Sequence[Tokens]) -> Tensor:
 
 
 def sum_without_rope(x: Tensor, angles: Angles | None) -> Tensor:
-    """Return the sum of keys before RoPE, float32 [B, H, 1, D].
+    """Return the sum of keys before RoPE, float32 or, of float64 keys, float64 [B, H, 1, D].
 
     Sums are taken before the two channels of a pair are combined, so that no key is copied.
     """

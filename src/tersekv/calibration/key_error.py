@@ -89,7 +89,7 @@ def key_error(
         return KeyFigures(largest, 0.0)
     planes = coding.encode(codec, Tokens(x, own), heads)
     decoded = coding.view(codec, planes, D, own).decode()[:, :, : x.shape[2]]
-    lost = _mean_square(x.double() - decoded, angles, of.weights)
+    lost = _mean_square(x - decoded, angles, of.weights)
     errors = torch.where(of.known, lost / of.square, 0.0).sqrt()
     worst = errors.argmax()
     return KeyFigures(*torch.stack([means.flatten()[worst], errors.flatten()[worst]]).tolist())
@@ -114,8 +114,8 @@ class _Spread(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, angles: Angles, counts: Tensor | None) -> _Spread:
-        keys = x.double()  # a large mean is subtracted
-        weights = keys.new_ones(1, 1, x.shape[2], 1) if counts is None else counts[:, None, :, None].double()
+        keys = x.float() if x.device.type == "mps" else x.double()  # a large mean is subtracted
+        weights = keys.new_ones(1, 1, x.shape[2], 1) if counts is None else counts[:, None, :, None].to(keys.dtype)
         tokens = weights.sum(2, keepdim=True)
         mean = (coding.sum_without_rope(keys * weights, angles) / tokens.clamp_min(1)).square().sum((2, 3))
         square = _mean_square(keys, angles, weights) - mean

@@ -23,13 +23,17 @@ from tersekv.tensors import plain
 from tersekv.threads import one_thread
 from tersekv.transforms.rope import NO_ROPE, Angles, Rope
 
+MOST_KEPT = 1 << 20
+"""Elements of `kept_keys` from which those of a pass are checked before its end."""
+
 
 class Latest(NamedTuple):
-    """The latest keys x [B, H, n, D] of a layer, and which of them count, bool [1 or B, n].
+    """The latest keys x [B, H, n, D] of a layer.
 
     rope: of the layer. place: that of the first of them. sinks: exact tokens before all others.
     """
 
+    layer: Any
     store: Store
     rope: Rope
     x: Tensor
@@ -38,7 +42,7 @@ class Latest(NamedTuple):
 
     @property
     def alike(self) -> tuple[Any, ...]:
-        """What layers share whose means are computed together."""
+        """Attributes that layers share whose means are computed together."""
         x = self.x
         return id(self.rope), self.place, self.sinks, x.shape, x.dtype, x.device
 
@@ -50,7 +54,7 @@ class Latest(NamedTuple):
         return rotary.angles(self.place, n, self.x.device)
 
     def counts(self) -> Tensor:
-        """Return which tokens count."""
+        """Return which tokens count, bool [1 or B, n]."""
         positions = torch.arange(self.place, self.place + self.x.shape[2], device=self.x.device)
         padding = self.store.padding
         before = torch.zeros_like(positions[:1]) if padding is None else padding.to(self.x.device)
@@ -64,29 +68,34 @@ def kept_keys(keys: Tensor) -> Tensor:
 
 @plain
 def check_keys(layers: Mapping[int, Any], waiting: Mapping[int, Tensor]) -> None:
-    """Measure the error of the keys of layers, at the end of a pass, and warn if one is large.
+    """Measure the error of the keys of layers that have just packed tokens, and warn if one is large.
 
-    layers: `CompressedLayer` by index. waiting: `kept_keys` of the pass's calls, by index.
+    layers: `CompressedLayer` by index. waiting: `kept_keys` of the latest call of some of them.
     """
-    groups: dict[Any, list[tuple[int, Latest]]] = {}
+    groups: dict[Any, list[Latest]] = {}
     with one_thread(sum(keys.numel() for keys in waiting.values())):
         for index, keys in waiting.items():
-            layer = layers[index]
-            layer.measured, latest = _latest(layer.store, layer.cache.ropes.known(index), keys)
-            if latest is not None:
-                groups.setdefault(latest.alike, []).append((index, latest))
+            known, latest = _latest(layers[index], keys)
+            if latest is None:
+                layers[index].measured = known
+            else:
+                groups.setdefault(latest.alike, []).append(latest)
         for group in groups.values():
-            for index, latest in _suspicious(group):
+            for latest in _suspicious(group):
                 figures = _figures(latest)
                 if figures is not None and figures.is_large:
-                    layers[index].cache.warn_of_keys(index, figures)
+                    latest.layer.cache.warn_of_keys(latest.layer.index, figures)
+            for latest in group:
+                latest.layer.measured = True
+    NO_ROPE.forget()
 
 
-def _latest(store: Store, rope: Rope | None, keys: Tensor) -> tuple[bool, Latest | None]:
+def _latest(layer: Any, keys: Tensor) -> tuple[bool, Latest | None]:
     """Return if the layer needs no look later, and the keys to look at now, if there are enough.
 
     keys: of the present call, which end with the store's latest token.
     """
+    store, rope = layer.store, layer.cache.ropes.known(layer.index)
     if not store.packed_tokens:
         return False, None
     if store.keys.codec.centred:  # the mean is gone, so it cannot drown differences
@@ -97,18 +106,19 @@ def _latest(store: Store, rope: Rope | None, keys: Tensor) -> tuple[bool, Latest
         return False, None
     x = keys[:, :, -n:].to(store.recent.keys.dtype)
     sinks = store.policy.sink_tokens(store.window)
-    return True, Latest(store, store.rotary.rope if store.rotary else rope or NO_ROPE, x, store.num_tokens - n, sinks)
+    own = store.rotary.rope if store.rotary else rope or NO_ROPE
+    return True, Latest(layer, store, own, x, store.num_tokens - n, sinks)
 
 
-def _suspicious(group: Sequence[tuple[int, Latest]]) -> Sequence[tuple[int, Latest]]:
-    """Return the layers with a large mean. Their means are computed together, unless they have padding or a part of
-    the heads."""
-    first = group[0][1]
+def _suspicious(group: Sequence[Latest]) -> Sequence[Latest]:
+    """Return the layers that may have a large mean. Means are computed together, unless layers have padding, a part of
+    the heads, or RoPE that varies."""
+    first = group[0]
     angles, counts = first.angles(first.x.shape[2]), first.counts()
-    if first.rope.varies or max(len(angles.places), len(counts)) > 1 or any(of.store.heads for _, of in group):
+    if first.rope.varies or max(len(angles.places), len(counts)) > 1 or any(latest.store.heads for latest in group):
         return group
-    means = largest_means(torch.cat([latest.x for _, latest in group]), angles, counts).view(len(group), -1).amax(1)
-    return [one for one, large in zip(group, (means > LARGE_MEAN).tolist(), strict=True) if large]
+    means = largest_means(torch.cat([latest.x for latest in group]), angles, counts).view(len(group), -1).amax(1)
+    return [latest for latest, large in zip(group, (means > LARGE_MEAN).tolist(), strict=True) if large]
 
 
 def _figures(latest: Latest) -> KeyFigures | None:

@@ -21,7 +21,6 @@ from tersekv.errors import CacheError, UserError
 from tersekv.hf.allotment import Call
 from tersekv.hf.base import ModelCache
 from tersekv.hf.handle import Pending, PendingTokens
-from tersekv.hf.key_check import check_keys, kept_keys
 from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
@@ -168,12 +167,11 @@ class CompressedLayer(CacheLayerMixin):
             raise
         progress.torn = False
         if not self.measured and (keys.shape[2] > 1 or not self.store.num_tokens % STEP):
-            progress.unchecked[self.index] = kept_keys(keys)
+            progress.keep_keys(self.index, keys)
         if progress.linear:
             progress.end(self.index)
         if (progress.unchecked or keys.shape[2] > 1) and self.index == max(progress.attention):  # the pass ends
-            unchecked, progress.unchecked = progress.unchecked, {}
-            check_keys(progress.attention, unchecked)
+            progress.check_keys()
             self.cache.ropes.forget()
         if keys.is_cpu and keys.shape[2] >= MANY_TOKENS:
             progress.freed += keys.nbytes + values.nbytes

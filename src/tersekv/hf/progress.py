@@ -16,6 +16,7 @@ from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache
 
 from tersekv.errors import CacheError, UserError
+from tersekv.hf.key_check import MOST_KEPT, check_keys, kept_keys
 from tersekv.hf.token_ids import TokenIds
 from tersekv.hf.traced import is_traced
 
@@ -92,6 +93,17 @@ class Progress:
         if (layer, state) < self.last or (state and (layer, state) == self.last):
             self.start()
         self.last = layer, state
+
+    def keep_keys(self, layer: int, keys: Tensor) -> None:
+        """Keep a sample of a layer's new keys [B, H, n, D], to check those of all layers together."""
+        self.unchecked[layer] = kept_keys(keys)
+        if sum(x.numel() for x in self.unchecked.values()) >= MOST_KEPT:
+            self.check_keys()
+
+    def check_keys(self) -> None:
+        """Check the keys that are kept."""
+        unchecked, self.unchecked = self.unchecked, {}
+        check_keys(self.attention, unchecked)
 
     def end(self, layer: int) -> None:
         """Record that a layer has appended its tokens."""
