@@ -116,15 +116,15 @@ KINDS = {
     "family 25, model 1)": "Zen 3",
     "family 26,": "Zen 5",
     "family 6, model 106)": "Ice Lake",
-    "family 6, model 207)": "Xeon with AMX",
 }
 """Kinds of CPU by their family, and the model where a family has several."""
 
 
 def cpu(row: Row) -> str:
-    """Return the kind of CPU that a row of a benchmark was measured on. Those without a family were made by AMD."""
+    """Return the kind of CPU that a row of a benchmark was measured on. Those without a family were made by AMD, unless
+    they have AMX."""
     named = next((kind for family, kind in KINDS.items() if family in row["cpu"]), None)
-    return named or {"avx512bf16": "Zen 4", "avx512": "Zen 5"}[row["isa"]]
+    return named or {"avx512bf16": "Zen 4", "avx512": "Zen 5", "amx": "Xeon with AMX"}[row["isa"]]
 
 
 def middle(values: Sequence[float]) -> str:

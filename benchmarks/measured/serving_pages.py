@@ -19,7 +19,7 @@ OTHER_CPUS = (
     (
         "a Xeon with AMX",
         "Two threads of a shared Xeon, whose speed varied by a factor of two between rounds. vLLM's own attention and "
-        f"ours multiply by AMX. {BUSY}",
+        f"ours of prompts multiply by AMX. {BUSY} They are of another Xeon and of older code.",
         "serving_speed_amx.jsonl",
     ),
 )

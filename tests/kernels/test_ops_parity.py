@@ -14,6 +14,7 @@ about the middle of the codebook. Where rounding changes nothing, the bounds of 
 """
 
 import functools
+import math
 import multiprocessing
 import os
 from typing import NamedTuple
@@ -302,6 +303,20 @@ def test_rounded_tables_leave_no_mean_error(isa, recipe):
     args = torch.randn(1, 1, 4, 64, generator=g), keys, values, None, 0.125, None
     out, expected = cpu_attend.attend_packed(*args)[0], attend_packed.reference(*args)[0]
     assert (out - expected).norm() <= (5e-3 if isa in ROUNDING_ISAS else 1e-5) * expected.norm()
+
+
+@pytest.mark.parametrize("recipe", ["kivi:bits=4", "uniform:bits=3"])
+def test_many_small_weights_count(isa, recipe):
+    """One token has .99 of the weight, and 511 share the rest: in units of integer weights each has less than one."""
+    g = torch.Generator().manual_seed(1)
+    key, value = torch.zeros(1, 1, 512, 64), 1 + 0.1 * torch.randn(1, 1, 512, 64, generator=g)
+    key[..., 0, 0], query = 1, torch.zeros(1, 1, 1, 64)
+    query[..., 0] = math.log(511 * 99)
+    plan = Recipe.parse(recipe).plan(0, 1)
+    keys, values = (codec.view(codec.encode(x), 64).operand for codec, x in ((plan.keys, key), (plan.values, value)))
+    args = query, keys, values, None, 1.0, None
+    out, expected = cpu_attend.attend_packed(*args)[0], attend_packed.reference(*args)[0]
+    torch.testing.assert_close(out.mean(), expected.mean(), rtol=0, atol=4e-3 if isa == "avx512bf16" else 5e-4)
 
 
 def model_like(H, T, D, seed):
