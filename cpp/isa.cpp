@@ -54,7 +54,7 @@ bool may_use_tiles() {
 }
 #endif
 
-// Kernels of AVX-512 whose trellis codes, polar coordinates, evenly spaced grids and codes before RoPE are multiplied
+// Kernels of AVX-512 whose trellis codes, polar coordinates, grids of integers and codes before RoPE are multiplied
 // in integers, where the CPU has the instructions.
 Kernels with_integers(const char* name) {
   Kernels own = kernels_avx512();

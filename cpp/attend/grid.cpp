@@ -11,7 +11,7 @@ GridFn TERSEKV_BUILD(grid_product)(const GridView& view, int rows) {
 #if TERSEKV_vbmi
   // Coefficients are read four at a time, and a unit of 3-bit codes that is not whole has ten per word.
   if (view.bits == 3 && view.words % 3) return grid_product_avx512(view, rows);
-  if (!Avx512Vbmi::Spacing(view.entries, view.bits).even) return grid_product_avx512(view, rows);
+  if (!Avx512Vbmi::holds_codes(view.entries, view.bits)) return grid_product_avx512(view, rows);
 #endif
   return product_of<Lanes>(view, rows);
 }

@@ -92,8 +92,7 @@ struct GridProduct {
   }
 
   template <Float HALF>
-  static void packed_scaled(const GridView& read, const Product& in) {
-    GridView view = read;
+  static void packed_scaled(const GridView& view, const Product& in) {
     const Lut<S, R> lut(view);
     const int64_t groups = view.L / view.group, lane_groups = ceil_div(view.L, kLanes);
     // Keys whose blocks share their scales have the same coefficients in every block. Coefficients
@@ -164,8 +163,7 @@ struct GridProduct {
     }
   }
 
-  static void lane_scaled(const GridView& read, const Product& in) {
-    GridView view = read;
+  static void lane_scaled(const GridView& view, const Product& in) {
     const Lut<S, R> lut(view);
     const int64_t groups = view.P / view.group, room = group_slots(view), lane_groups = ceil_div(view.L, kLanes);
     Prefetch later(view, in);

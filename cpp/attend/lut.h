@@ -1,9 +1,8 @@
 // The micro-kernel of packed codes: acc[r][lane] += coef[r][p] * table[code[p][lane]]. A wrapper S
 // with kCodes = 1 multiplies in float32. With kCodes = 2 each look-up returns the bfloat16 values
-// of codes p and p + 1 in the two halves of a lane's word, and a dot product adds both. lut_vbmi.h
-// has the one for kCodes = 4. It is
-// compiled per bit width, number of query rows and number of lane groups only, because its
-// compilation dominates the build time.
+// of codes p and p + 1 in the two halves of a lane's word, and a dot product adds both. The one in
+// integers, four codes at a time, is in lut_vbmi.h. Both are compiled per bit width, number of query
+// rows and number of lane groups only, because their compilation dominates the build time.
 #pragma once
 
 #include <new>
@@ -196,8 +195,7 @@ template <class S, int BITS, int R>
 template <class S, int R>
 class Lut {
  public:
-  // Set the view's unit and middle to those of the table's entries.
-  explicit Lut(GridView& view) {
+  explicit Lut(const GridView& view) {
     if (view.bits == 1) make<1>(view);
     if (view.bits == 2) make<2>(view);
     if (view.bits == 3) make<3>(view);
@@ -211,13 +209,10 @@ class Lut {
 
  private:
   template <int BITS>
-  void make(GridView& view) {
+  void make(const GridView& view) {
     using Table = typename S::template Table<BITS>;
     static_assert(sizeof(Table) <= sizeof(table_));
-    if constexpr (S::kCodes == 4)
-      new (table_) Table(view.entries, view.unit, view.middle);
-    else
-      new (table_) Table(view.entries);
+    new (table_) Table(view.entries);
     run_ = lut_groups<S, BITS, R>;
   }
 
