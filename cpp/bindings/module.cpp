@@ -118,20 +118,26 @@ void py_pack_trellis(nb::handle y, nb::handle weight, nb::handle bits, nb::handl
   encode_trellis(call, threads);
 }
 
-// x [R, n, D]; shift [R, D] and inverse [R, D, columns], contiguous; length float32 [R, n], fresh and
+// x [R, n, D]; shift [R, D], inverse [K, D, columns] and of [R], contiguous; length float32 [R, n], fresh and
 // contiguous.
-void py_pack_vectors(nb::handle x, nb::handle shift, nb::handle inverse, nb::handle weight, nb::handle bits,
-                     nb::handle tables, const std::vector<int64_t>& steps, nb::handle enough, nb::handle stream,
-                     nb::handle gain, nb::handle length, int threads) {
+void py_pack_vectors(nb::handle x, nb::handle shift, nb::handle inverse, nb::handle of, nb::handle weight,
+                     nb::handle bits, nb::handle tables, const std::vector<int64_t>& steps, nb::handle enough,
+                     nb::handle stream, nb::handle gain, nb::handle length, int threads) {
   EncodeTrellis call = trellis_call(x, weight, bits, tables);
   const Tensor means = tensor_of("shift", shift, kFloat32), matrix = tensor_of("inverse", inverse, kFloat32),
-               lengths = tensor_of("length", length, kFloat32);
+               rows = tensor_of("of", of, kInt64), lengths = tensor_of("length", length, kFloat32);
   call.columns = round_up(call.D, kLanes);
   expect("", "shift", means, {{"R", call.R}, {"D", call.D}}, 0);
-  expect("", "inverse", matrix, {{"R", call.R}, {"D", call.D}, {"columns", call.columns}}, 0);
+  const int64_t K = matrix.dims == 3 ? matrix.shape[0] : 0;
+  expect("", "inverse", matrix, {{"K", K}, {"D", call.D}, {"columns", call.columns}}, 0);
+  expect("", "of", rows, {{"R", call.R}}, 0);
   expect("", "length", lengths, {{"R", call.R}, {"n", call.n}}, 0);
   call.shift = means.as<float>();
   call.inverse = matrix.as<float>();
+  call.of = rows.as<int64_t>();
+  for (int64_t r = 0; r < call.R; r++)
+    if (call.of[r] < 0 || call.of[r] >= K)
+      fail("of: ", "expected 0 to " + std::to_string(K - 1) + ", got " + std::to_string(call.of[r]));
   call.length = reinterpret_cast<float*>(lengths.address);
   packed_outputs(call, steps, enough, stream, gain);
   nb::gil_scoped_release release;

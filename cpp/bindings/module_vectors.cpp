@@ -140,6 +140,49 @@ void py_rotate_hadamard(nb::handle x, nb::handle matrix, nb::handle order, nb::h
   run_blocks(encoders().rotate_hadamard, call, ceil_div(call.rows, kVectorsAtOnce), elements, threads);
 }
 
+// x [rows, T, D] and weights [rows, T], contiguous; total [rows, D] and squares [rows, D, D], float64.
+void py_weighted_sums(nb::handle x, nb::handle weights, nb::handle total, nb::handle squares, int threads) {
+  const Tensor vectors = tensor_of("x", x, kFloat32), w = tensor_of("weights", weights, kFloat32),
+               sums = tensor_of("total", total, kFloat64), products = tensor_of("squares", squares, kFloat64);
+  if (vectors.dims != 3) fail("x: ", "expected [rows, T, D]");
+  WeightedSums call{vectors.as<float>(), w.as<float>(), vectors.shape[0], vectors.shape[1], vectors.shape[2]};
+  if (call.D % kLanes) throw NotTaken("x has " + std::to_string(call.D) + " channels, not a multiple of 16");
+  expect("", "x", vectors, {{"rows", call.rows}, {"T", call.T}, {"D", call.D}}, 0);
+  expect("", "weights", w, {{"rows", call.rows}, {"T", call.T}}, 0);
+  expect("", "total", sums, {{"rows", call.rows}, {"D", call.D}}, 0);
+  expect("", "squares", products, {{"rows", call.rows}, {"D", call.D}, {"D", call.D}}, 0);
+  call.total = output<double>(sums);
+  call.squares = output<double>(products);
+  const double elements = static_cast<double>(call.rows * call.T) * static_cast<double>(call.D);
+  if (call.rows * call.D > 0)
+    run_blocks(encoders().weighted_sums, call, call.rows * call.D / kLanes,
+               0.02 * elements * static_cast<double>(call.D), threads);
+}
+
+// covariance [heads, D, D], metric and channels [heads, D]; basis uint8 [heads, bytes], variance and weight
+// [heads, D]. All are contiguous, and float64 but for the basis.
+void py_fitted_basis(nb::handle covariance, nb::handle metric, nb::handle channels, double most_condition,
+                     nb::handle basis, nb::handle variance, nb::handle weight, int threads) {
+  const Tensor form = tensor_of("covariance", covariance, kFloat64), loss = tensor_of("metric", metric, kFloat64),
+               factors = tensor_of("channels", channels, kFloat64), codes = tensor_of("basis", basis, kUint8),
+               spread = tensor_of("variance", variance, kFloat64), cost = tensor_of("weight", weight, kFloat64);
+  if (form.dims != 3) fail("covariance: ", "expected [heads, D, D]");
+  FitBasis call{form.as<double>(), loss.as<double>(),      factors.as<double>(),   form.shape[0],       form.shape[2],
+                most_condition,    output<uint8_t>(codes), output<double>(spread), output<double>(cost)};
+  if (call.D % kLanes) throw NotTaken("covariance has " + std::to_string(call.D) + " channels, not a multiple of 16");
+  expect("", "covariance", form, {{"heads", call.heads}, {"D", call.D}, {"D", call.D}}, 0);
+  for (const auto& [name, tensor] : {std::pair{"metric", &loss}, std::pair{"channels", &factors},
+                                     std::pair{"variance", &spread}, std::pair{"weight", &cost}})
+    expect("", name, *tensor, {{"heads", call.heads}, {"D", call.D}}, 0);
+  expect("", "basis", codes, {{"heads", call.heads}, {"bytes", call.D * call.D * 3 / 4}}, 0);
+  double odd = 0;  // NaN if a number is not finite
+  for (int64_t i = 0; i < call.heads * call.D * call.D; i++) odd += call.covariance[i] - call.covariance[i];
+  for (int64_t i = 0; i < call.heads * call.D; i++) odd += call.metric[i] - call.metric[i];
+  if (odd != 0) throw NotTaken("covariance or metric is not finite");
+  const double cubes = static_cast<double>(call.heads * call.D * call.D) * static_cast<double>(call.D);
+  if (call.heads * call.D > 0) run_blocks(encoders().fit_basis, call, call.heads, cubes, threads);
+}
+
 }  // namespace
 
 void define_vector_encoders(nb::module_& m) {
@@ -147,6 +190,8 @@ void define_vector_encoders(nb::module_& m) {
   m.def("encode_polar", &py_encode_polar);
   m.def("rotate_dense", &py_rotate_dense);
   m.def("rotate_hadamard", &py_rotate_hadamard);
+  m.def("weighted_sums", &py_weighted_sums);
+  m.def("fitted_basis", &py_fitted_basis);
 }
 
 }  // namespace tersekv

@@ -11,7 +11,7 @@ namespace {
 struct Torch {
   PyObject *tensor, *grad_enabled, *strided;
   PyObject *data_ptr, *shape, *stride, *dtype, *is_cpu, *requires_grad, *layout, *device;
-  std::array<std::pair<PyObject*, Type>, 9> types;
+  std::array<std::pair<PyObject*, Type>, 10> types;
 };
 
 Torch torch;
@@ -66,7 +66,8 @@ void import_torch() {
   torch.requires_grad = name("requires_grad");
   torch.layout = name("layout");
   torch.device = name("device");
-  torch.types = {{{of("float32"), Type::f32},
+  torch.types = {{{of("float64"), Type::f64},
+                  {of("float32"), Type::f32},
                   {of("float16"), Type::f16},
                   {of("bfloat16"), Type::bf16},
                   {of("int64"), Type::i64},

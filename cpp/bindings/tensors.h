@@ -17,13 +17,14 @@ constexpr int kMaxDims = 6;
 constexpr int64_t kMostElements = int64_t{1} << 56;  // so that products of a few sizes fit 64 bits
 
 // Element types that kernels read; `other` is any other type.
-enum class Type : int { f32, f16, bf16, i64, i32, i16, i8, u8, b8, other };
+enum class Type : int { f64, f32, f16, bf16, i64, i32, i16, i8, u8, b8, other };
 
 // Sets of types, as bits.
 constexpr unsigned one(Type type) { return 1u << static_cast<int>(type); }
-constexpr unsigned kFloat32 = one(Type::f32), kHalves = one(Type::f16) | one(Type::bf16), kFloats = kFloat32 | kHalves,
-                   kInt32 = one(Type::i32), kInt64 = one(Type::i64), kInt16 = one(Type::i16), kUint8 = one(Type::u8),
-                   kBool = one(Type::b8), kIntegers = kInt64 | kInt32 | kInt16 | one(Type::i8) | kUint8;
+constexpr unsigned kFloat64 = one(Type::f64), kFloat32 = one(Type::f32), kHalves = one(Type::f16) | one(Type::bf16),
+                   kFloats = kFloat32 | kHalves, kInt32 = one(Type::i32), kInt64 = one(Type::i64),
+                   kInt16 = one(Type::i16), kUint8 = one(Type::u8), kBool = one(Type::b8),
+                   kIntegers = kInt64 | kInt32 | kInt16 | one(Type::i8) | kUint8;
 
 // The kernels do not support an argument; the torch reference does.
 struct NotTaken : std::runtime_error {

@@ -42,7 +42,8 @@ struct EncodeTrellis {
   const float* entries = nullptr;  // tables [9, 256], in the order of windows
   uint8_t* windows = nullptr;      // [R, n, D], contiguous; null where vectors are packed
   // Vectors x become components (x - shift)·inverse.
-  const float* inverse = nullptr;  // [R, D, columns], contiguous, or null
+  const float* inverse = nullptr;  // [K, D, columns], contiguous, or null
+  const int64_t* of = nullptr;     // [R], the inverse of each row
   const float* shift = nullptr;    // [R, D], contiguous
   int64_t columns = 0;             // D, rounded up to a multiple of 16
   // Packed vectors: a gain is fitted for each one, and its windows are written as a stream.

@@ -1,5 +1,6 @@
 // All encoders, compiled once per instruction set.
 #include "build.h"
+#include "encode_fit.h"
 #include "encode_lanes.h"
 #include "encode_polar.h"
 #include "encode_rotate.h"
@@ -8,8 +9,8 @@
 namespace tersekv {
 
 const Encoders& TERSEKV_BUILD(encoders)() {
-  static constexpr Encoders encoders = {find_ranges, grid_codes,   lane_codes,     sketch_signs,
-                                        polar_block, rotate_dense, rotate_hadamard};
+  static constexpr Encoders encoders = {find_ranges,  grid_codes,      lane_codes,    sketch_signs, polar_block,
+                                        rotate_dense, rotate_hadamard, weighted_sums, fit_basis};
   return encoders;
 }
 

@@ -100,6 +100,22 @@ struct Rotate {
 };
 constexpr int64_t kVectorsAtOnce = 32;
 
+// Sums over vectors of rows, each with a weight. D is a multiple of 16.
+struct WeightedSums {
+  const float *x = nullptr, *weights = nullptr;  // [rows, T, D] and [rows, T], contiguous
+  int64_t rows = 0, T = 0, D = 0;
+  double *total = nullptr, *squares = nullptr;  // [rows, D] and [rows, D, D]
+};
+
+// Bases of heads. D is a multiple of 16, all numbers are finite.
+struct FitBasis {
+  const double *covariance = nullptr, *metric = nullptr, *channels = nullptr;  // [heads, D, D], [heads, D] twice
+  int64_t heads = 0, D = 0;
+  double most_condition = 0;                      // MOST_CONDITION
+  uint8_t* basis = nullptr;                       // [heads, 3·D²/4]
+  double *variance = nullptr, *weight = nullptr;  // [heads, D]
+};
+
 // Encoders of one instruction set. The integer argument is a block's number; for rotations, that of
 // a group of kVectorsAtOnce vectors.
 struct Encoders {
@@ -110,6 +126,8 @@ struct Encoders {
   void (*encode_polar)(const EncodePolar&, int64_t);
   void (*rotate_dense)(const Rotate&, int64_t);
   void (*rotate_hadamard)(const Rotate&, int64_t);
+  void (*weighted_sums)(const WeightedSums&, int64_t);
+  void (*fit_basis)(const FitBasis&, int64_t);
 };
 
 const Encoders& encoders_baseline();

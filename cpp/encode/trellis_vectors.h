@@ -160,7 +160,7 @@ void pack_vectors(const EncodeTrellis& call, int64_t at, int64_t n, const Row& r
 template <class S>
 void components_of(const EncodeTrellis& call, int64_t row, int64_t first, int64_t n, float* x, float* y) {
   const int64_t D = call.D, columns = call.columns;
-  const float *shift = call.shift + row * D, *inverse = call.inverse + row * D * columns;
+  const float *shift = call.shift + row * D, *inverse = call.inverse + call.of[row] * D * columns;
   for (int64_t v = 0; v < n; v++) {
     const float* from = call.y + row * call.y_r + (first + v) * call.y_n;
     for (int64_t d = 0; d < D; d++) x[v * D + d] = from[d * call.y_d] - shift[d];

@@ -1,5 +1,5 @@
-"""Products with a basis of 6-bit entries: the native ones against the reference, and refused
-arguments."""
+"""Bases of 6-bit entries, fitted and multiplied with: the native operators against the reference, and
+refused arguments."""
 
 import pytest
 import torch
@@ -8,11 +8,21 @@ from hypothesis import strategies as st
 
 from native_calls import why_not
 from tersekv.errors import UserError
-from tersekv.kernels import backends
-from tersekv.kernels.basis import basis_components, basis_product, inverses, packed_basis, unpacked_basis
+from tersekv.kernels import backends, basis
+from tersekv.kernels.basis import (
+    basis_components,
+    basis_product,
+    fitted_basis,
+    inverses,
+    packed_basis,
+    unpacked_basis,
+    within,
+)
 from tersekv.kernels.cpu import attend as cpu_attend
+from tersekv.kernels.cpu import encode as cpu_encode
 from tersekv.kernels.registry import NotTaken
-from test_ops_parity import one_thread, pytestmark, two_threads  # noqa: F401
+from tersekv.kernels.weighted_sums import weighted_sums
+from test_ops_parity import isa, one_thread, pytestmark, two_threads  # noqa: F401
 
 
 def drawn(rows, H, D, seed=0):
@@ -98,3 +108,70 @@ def test_sizes_that_do_not_agree(wrong):
     kept[wrong] = kept[wrong][..., :-1]
     with pytest.raises(ValueError, match=wrong):
         cpu_attend.basis_product(x, **kept, combine=False)
+
+
+@pytest.mark.parametrize(("B", "H", "T", "D"), [(1, 3, 1, 16), (2, 1, 127, 48), (1, 2, 300, 64), (1, 1, 257, 128)])
+def test_weighted_sums(isa, B, H, T, D):  # noqa: F811
+    x, weights = torch.randn(B, H, T + 3, D)[:, :, 3:], torch.rand(B, H, T)
+    found, expected = cpu_encode.weighted_sums(x, weights), weighted_sums.reference(x.double(), weights.double())
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
+    assert torch.equal(found[1], found[1].mT)
+    assert "not a multiple of 16" in why_not(cpu_encode.weighted_sums, x[..., :9], weights)
+
+
+def covariances(B, H, D, tokens, seed=0):
+    """Covariances of channels with other variances, float64 [B, H, D, D], and a metric [B, H, D]."""
+    g = torch.Generator().manual_seed(seed + D)
+    x = torch.randn(B, H, tokens, D, generator=g, dtype=torch.float64) @ torch.randn(D, D, generator=g).double()
+    x *= torch.rand(D, generator=g).mul(6).exp2()
+    return x.mT @ x / tokens, torch.rand(B, H, D, generator=g).double() + 0.01
+
+
+@pytest.mark.parametrize(
+    ("B", "H", "D", "tokens"), [(1, 1, 16, 500), (2, 3, 48, 500), (1, 3, 64, 40), (1, 1, 256, 900)]
+)
+def test_fitted_bases(isa, B, H, D, tokens):  # noqa: F811
+    covariance, metric = covariances(B, H, D, tokens)
+    found, expected = cpu_encode.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
+    assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
+    assert torch.equal(found.channels, expected.channels)
+    rows = unpacked_basis(found.basis, found.channels)
+    own = within(covariance, inverses(rows)[0].mT)
+    torch.testing.assert_close(found.variance, own, rtol=1e-7, atol=1e-12 * float(own.max()))
+    torch.testing.assert_close(found.weight, within(metric, rows))
+    assert (rows.unsqueeze(-2) @ rows.unsqueeze(-1)).amin() > 0
+    # rounding the same eigenvectors costs as much, and no more where a variance is far below the others
+    ours, theirs = (x.variance * x.weight for x in (found, expected))
+    torch.testing.assert_close(ours.sum(-1), theirs.sum(-1), rtol=2e-3, atol=0)
+    kept = slice(min(D, tokens) // 2)
+    torch.testing.assert_close(ours[..., kept].log().mean(), theirs[..., kept].log().mean(), rtol=0, atol=5e-3)
+
+
+def test_bases_of_special_covariances(isa, monkeypatch):  # noqa: F811
+    covariance, metric = covariances(1, 4, 32, 400)
+    covariance[:, 0, :5] = covariance[:, 0, :, :5] = 0
+    covariance[:, 1] = 0
+    covariance[:, 2] *= 1e-200
+    metric[:, 3, :5] *= 1e-14
+    found, expected = cpu_encode.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
+    assert not found.variance[:, 1].any()
+    assert not inverses(unpacked_basis(found.basis, found.channels))[1].any()
+    ours, theirs = ((x.variance * x.weight).sum(-1) for x in (found, expected))
+    torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=0)
+    monkeypatch.setattr(basis, "MOST_CONDITION", 0.1)  # as if rounding had made rows dependent
+    found, expected = cpu_encode.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
+
+
+def test_bases_that_the_kernel_leaves_to_the_reference():
+    covariance, metric = covariances(1, 2, 32, 400)
+    assert "is a matrix" in why_not(cpu_encode.fitted_basis, covariance, metric.diag_embed())
+    assert "not a multiple of 16" in why_not(cpu_encode.fitted_basis, covariance[..., :8, :8], metric[..., :8])
+    for wrong in (torch.nan, torch.inf):
+        covariance[0, 1, 3, 3] = wrong
+        assert "not finite" in why_not(cpu_encode.fitted_basis, covariance, metric)
+    whole = fitted_basis.reference(*(x[:, :1] for x in (covariance, metric.diag_embed())))
+    diagonal = fitted_basis.reference(*(x[:, :1] for x in (covariance, metric)))
+    torch.testing.assert_close(whole.variance * whole.weight, diagonal.variance * diagonal.weight, rtol=1e-2, atol=0)

@@ -275,7 +275,7 @@ def vector_call(D, n, R=2):
     bits[:, : -int(bits[0].sum()) % 16] += 1
     weight = torch.exp2(2.0 * bits)
     enough = 0.97 * (weight * torch.tensor([0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175])[bits.long()]).sum(-1)
-    return x, shift, inverse, weight, bits, tables(), int(bits[0].sum()) // 16, [2, 5], enough
+    return x, shift, inverse, torch.arange(R).flip(0), weight, bits, tables(), int(bits[0].sum()) // 16, [2, 5], enough
 
 
 @pytest.mark.parametrize("D", [40, 64, 80, 96, 128, 256])
@@ -285,8 +285,8 @@ def test_packing_vectors(isa, D, n):  # noqa: F811
     (stream, gain, length), expected = native.pack_vectors(*call), pack_vectors.reference(*call)
     assert [(x.shape, x.dtype) for x in (stream, gain, length)] == [(x.shape, x.dtype) for x in expected]
     torch.testing.assert_close(length, expected[2], rtol=1e-4, atol=1e-5)
-    y = (call[0] - call[1][:, None]) @ call[2]
-    ours, theirs = (packed_error(y, *call[3:5], *found[:2]) for found in ((stream, gain), expected))
+    y = (call[0] - call[1][:, None]) @ call[2][call[3]]
+    ours, theirs = (packed_error(y, *call[4:6], *found[:2]) for found in ((stream, gain), expected))
     torch.testing.assert_close(ours.sum(), theirs.sum(), rtol=5e-3, atol=1e-9)
     assert (stream == expected[0]).all(-1).float().mean() > 0.9
 
@@ -299,10 +299,11 @@ def test_packing_does_not_depend_on_the_batch(isa):  # noqa: F811
         assert torch.equal(ours, theirs)
     torch.set_num_threads(1)
     for first, last in ((7, 8), (13, 45)):
-        part = native.pack_vectors(call[0][1:, first:last], *(x[1:] for x in call[1:5]), *call[5:8], call[8][1:])
+        own = call[0][1:, first:last], call[1][1:], call[2], call[3][1:], *(x[1:] for x in call[4:6])
+        part = native.pack_vectors(*own, *call[6:9], call[9][1:])
         for ours, theirs in zip(part, whole, strict=True):
             assert torch.equal(ours[0], theirs[1, first:last])
-    zero = native.pack_trellis(torch.zeros(1, 2, 64), *(x[:1] for x in call[3:5]), *call[5:8], call[8][:1])
+    zero = native.pack_trellis(torch.zeros(1, 2, 64), *(x[:1] for x in call[4:6]), *call[6:9], call[9][:1])
     assert (zero[1] == 0).all()
 
 
@@ -315,16 +316,16 @@ def test_packing_refuses_rates_that_do_not_fit_the_stream(last, sum_):
 
 
 def test_rows_may_fill_less_than_the_stream(isa):  # noqa: F811
-    x, shift, inverse, weight, bits, tables_, words, steps, enough = vector_call(64, 32)
+    x, shift, inverse, of, weight, bits, tables_, words, steps, enough = vector_call(64, 32)
     bits = torch.cat([bits, bits - (bits == 2).byte()])
     bits[-len(bits) // 2 :, -(int(bits[-1].sum()) % 16 or 16) :] -= 1
     assert int(bits[-1].sum()) % 16 == 0
     assert int(bits[-1].sum()) < int(bits[0].sum())
-    call = *(torch.cat([t, t]) for t in (x, shift, inverse, weight)), bits
+    call = *(torch.cat([t, t]) for t in (x, shift)), inverse, *(torch.cat([t, t]) for t in (of, weight)), bits
     rest = tables_, words, steps, torch.cat([enough, enough])
     both, n = native.pack_vectors(*call, *rest), len(x)
     fewer = int(bits[-1].sum()) // 16
-    alone = native.pack_vectors(*(t[n:] for t in call), tables_, fewer, steps, enough)
+    alone = native.pack_vectors(x, shift, inverse, of, *(t[n:] for t in call[4:]), tables_, fewer, steps, enough)
     assert torch.equal(both[0][n:, :, :fewer], alone[0])
     assert not both[0][n:, :, fewer:].any()
     assert all(torch.equal(ours[n:], theirs) for ours, theirs in zip(both[1:], alone[1:], strict=True))

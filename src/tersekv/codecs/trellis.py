@@ -40,7 +40,7 @@ from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
 from tersekv.codecs.common.search import ByHead, searched
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.kernels.basis import inverses, quantised_rows, unpacked_basis
+from tersekv.kernels.basis import inverses, unpacked_basis
 from tersekv.kernels.trellis import largest_gain
 from tersekv.kernels.trellis_search import MOST_BITS, STATES
 from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
@@ -48,7 +48,7 @@ from tersekv.layouts.basis import InBasis
 from tersekv.layouts.mean_removed import Biased
 from tersekv.layouts.trellis import WORD_BITS, TrellisView, trellis_layout
 from tersekv.tensors import TensorSpec
-from tersekv.transforms.klt import SHRINK, klt, scales, shrunk, stored, within
+from tersekv.transforms.klt import SHRINK, scales, shrunk, stored, within
 from tersekv.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.transforms.rotation import random_rotation
 
@@ -284,16 +284,17 @@ class Trellis(Codec):
             least = LEAST_SPREAD**2 * mean.double().square().mean(-1)
             missing = (least[..., None, None] - spread).clamp_min(0)
         covariance = (1 - prior) * covariance + (prior * spread + missing) * one
-        metric = one.expand_as(covariance)
+        metric = torch.ones_like(covariance[..., 0])
         if moments.metric is not None and self.metric == "fisher":
-            metric = shrunk(moments.metric / max(1, moments.vectors), SHRINK[self.calibration])
+            metric = moments.metric / max(1, moments.vectors)
+            if self.side == "keys" and metric.dim() == 4:
+                metric = metric.diagonal(dim1=-2, dim2=-1)
+            metric = shrunk(metric, SHRINK[self.calibration])
         if self.basis not in FITTED:
             basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
             return {}, within(covariance, basis), within(metric, basis)
-        kept = quantised_rows(klt(covariance, metric), metric.diagonal(dim1=-2, dim2=-1).rsqrt())
-        # use the quantised rows: components follow from their inverse, error weights from their
-        # lengths
-        return kept.packed(), within(covariance, kept.dual()).clamp_min(0), within(metric, kept.rows())
+        basis, channels, *found = backends.fitted_basis(covariance, metric)
+        return {"basis": basis, "channels": channels}, *found
 
     def _fixed_basis(self, D: int, device: torch.device) -> Tensor:
         if self.basis == "channels":

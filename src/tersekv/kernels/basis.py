@@ -1,8 +1,12 @@
-"""A linear basis quantised to 6 bits per entry, and products with it: contract and torch reference.
+"""A linear basis quantised to 6 bits per entry: fitted, and products with it. Contract and torch reference.
 
 Row d of a basis is the vector of component d: x = Σ_d y_d·row_d. A row is stored up to a factor, as
 channels·(entries − 32) with entries of 6 bits. `basis` uint8 [1 or B, H, 3·D²/4] holds the rows one
 after the other, four entries in three bytes, low bits first. `channels` is float16 [1 or B, H, D].
+
+The Karhunen-Loève transform in a metric has the components y = Uᵀ·M^½·x with the eigenvectors U of
+M^½·C·M^½, where M is the metric and C the covariance. They are uncorrelated, and their squared errors
+add up in the metric. Row d of the basis, M^−½·u_d, is the contribution of component d to x.
 
 Shapes: B batch, H key-value heads, R vectors per head, D channels and components.
 """
@@ -52,7 +56,7 @@ class QuantisedRows(NamedTuple):
 def quantised_rows(rows: Tensor, channels: Tensor, one_factor: bool = False) -> QuantisedRows:
     """Quantise rows float64 [B, H, D, D]. Each row is stored up to a factor of its own, or all of a head up to
     `one_factor`. The components' scales absorb factors, because encoding inverts the stored rows."""
-    channels = (channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4).to(torch.float16)
+    channels = stored_channels(channels)
     plain = rows / channels.double().unsqueeze(-2)
     largest = plain.abs().amax((-2, -1) if one_factor else -1, keepdim=True).clamp_min(1e-300)
     entries = (plain / largest * LARGEST).round()
@@ -63,6 +67,77 @@ def quantised_rows(rows: Tensor, channels: Tensor, one_factor: bool = False) -> 
     one = torch.eye(D, dtype=entries.dtype, device=entries.device)
     # where rounding made rows dependent, use the identity
     return QuantisedRows(torch.where(lost, LARGEST * one, entries), channels, torch.where(lost, one / LARGEST, inverse))
+
+
+def stored_channels(channels: Tensor) -> Tensor:
+    """Return factors [..., D] of channels as float16, relative to the largest."""
+    return (channels / channels.amax(-1, keepdim=True)).clamp_min(1e-4).to(torch.float16)
+
+
+class FittedBasis(NamedTuple):
+    """A basis (see the top of the module) with, per component, its variance and the squared length of its row in the
+    metric, float64 [B, H, D]."""
+
+    basis: Tensor
+    channels: Tensor
+    variance: Tensor
+    weight: Tensor
+
+
+def _fake_fitted(covariance: Tensor, metric: Tensor) -> FittedBasis:
+    B, H, D, _ = covariance.shape
+    basis, channels = ((B, H, 3 * -(-(D**2) // 4)), torch.uint8), ((B, H, D), torch.float16)
+    of_component = (B, H, D), torch.float64
+    return FittedBasis(*(covariance.new_empty(of, dtype=t) for of, t in (basis, channels, of_component, of_component)))
+
+
+@operator("(Tensor covariance, Tensor metric) -> (Tensor, Tensor, Tensor, Tensor)", _fake_fitted)
+def fitted_basis(covariance: Tensor, metric: Tensor) -> FittedBasis:
+    """Find the basis of the Karhunen-Loève transform, the component with the largest variance first.
+
+    Rows are quantised before variances and weights are computed, so that both are those of the stored rows.
+
+    Args:
+        covariance: float64 [B, H, D, D].
+        metric: float64 [B, H, D, D], positive definite, or its diagonal [B, H, D].
+    """
+    diagonal = metric if metric.dim() < covariance.dim() else metric.diagonal(dim1=-2, dim2=-1)
+    kept = quantised_rows(_klt(covariance, metric), diagonal.rsqrt())
+    variance = within(covariance, kept.dual()).clamp_min(0)
+    return FittedBasis(*kept.packed().values(), variance, within(metric, kept.rows()))
+
+
+def _klt(covariance: Tensor, metric: Tensor) -> Tensor:
+    """Return the rows before rounding, float64 [B, H, D, D]."""
+    if metric.dim() < covariance.dim():
+        root = _roots(metric)
+        vectors = _eigenvectors(root.unsqueeze(-1) * covariance * root.unsqueeze(-2))
+        return (vectors / root.unsqueeze(-1)).transpose(-1, -2)
+    root, inverse = roots(metric)
+    return (inverse @ _eigenvectors(root @ covariance @ root)).transpose(-1, -2)
+
+
+def _roots(squares: Tensor) -> Tensor:
+    """Return square roots of [..., D], of at least 1e-9 of the largest."""
+    return squares.clamp_min(1e-9 * squares.amax(-1, keepdim=True)).sqrt()
+
+
+def _eigenvectors(form: Tensor) -> Tensor:
+    """Return the eigenvectors as columns, that of the largest eigenvalue first."""
+    return torch.linalg.eigh(form).eigenvectors.flip(-1)
+
+
+def roots(metric: Tensor) -> tuple[Tensor, Tensor]:
+    """Return square root and inverse square root of symmetric positive matrices [..., D, D]."""
+    lengths, vectors = torch.linalg.eigh(metric)
+    lengths = _roots(lengths).unsqueeze(-2)
+    back = vectors.transpose(-1, -2)
+    return (vectors * lengths) @ back, (vectors / lengths) @ back
+
+
+def within(form: Tensor, rows: Tensor) -> Tensor:
+    """Return rowᵀ·form·row for each of the rows [..., D, D]: [..., D]. form: [..., D, D], or its diagonal [..., D]."""
+    return ((rows @ form if form.dim() == rows.dim() else rows * form.unsqueeze(-2)) * rows).sum(-1)
 
 
 def inverses(rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -118,19 +118,20 @@ def pack_trellis(
     return pack_stream(windows, bits, words), kept
 
 
-def _fake_vectors(x: Tensor, shift: Tensor, inverse: Tensor, *rest: Any) -> Any:
+def _fake_vectors(x: Tensor, shift: Tensor, inverse: Tensor, of: Tensor, *rest: Any) -> Any:
     return *_fake_packed(x, *rest), x.new_empty(x.shape[:2], dtype=torch.float32)
 
 
 @operator(
-    "(Tensor x, Tensor shift, Tensor inverse, Tensor weight, Tensor bits, Tensor tables, int words, int[] steps, "
-    "Tensor enough) -> (Tensor, Tensor, Tensor)",
+    "(Tensor x, Tensor shift, Tensor inverse, Tensor of, Tensor weight, Tensor bits, Tensor tables, int words, "
+    "int[] steps, Tensor enough) -> (Tensor, Tensor, Tensor)",
     _fake_vectors,
 )
 def pack_vectors(
     x: Tensor,
     shift: Tensor,
     inverse: Tensor,
+    of: Tensor,
     weight: Tensor,
     bits: Tensor,
     tables: Tensor,
@@ -138,20 +139,20 @@ def pack_vectors(
     steps: list[int],
     enough: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode vectors x by their components y = (x − shift)·inverse, see `pack_trellis`.
+    """Encode vectors x of row r by their components y = (x − shift_r)·inverse_of_r, see `pack_trellis`.
 
     Codes of a vector do not depend on the other vectors.
 
     Args:
         x: float32 [R, n, D]. shift: float32 [R, D].
-        inverse: float32 [R, D, D].
+        inverse: float32 [K, D, D]. of: int64 [R], 0 to K − 1; several rows may have one inverse.
         weight, bits, tables, words, steps, enough: see `pack_trellis`.
 
     Returns:
         stream int16 [R, n, words], gain codes uint8 [R, n], and float32 [R, n]: root mean squares of
         the components that have bits.
     """
-    y = ((x - shift.unsqueeze(1)).double() @ inverse.double()).float()
+    y = ((x - shift.unsqueeze(1)).double() @ inverse.double()[of]).float()
     return *pack_trellis(y, weight, bits, tables, words, steps, enough), _lengths(y, bits)
 
 

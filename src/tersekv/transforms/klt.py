@@ -1,14 +1,12 @@
-"""Karhunen-Loève transform in a metric.
-
-The components are y = Uᵀ·M^½·x with the eigenvectors U of M^½·C·M^½, where M is the metric and C
-the covariance. They are uncorrelated, and their squared errors add up in the metric. Row d of the
-basis, M^−½·u_d, is the contribution of component d to x.
-"""
+"""Metrics and scales of the Karhunen-Loève transform (`kernels/basis.fitted_basis`)."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from tersekv.kernels.basis import roots as roots
+from tersekv.kernels.basis import within as within
 
 SHRINK = {"corpus": 0.1, "prompt": 0.55}
 """Share of its mean that replaces a part of an estimated metric, by calibration.
@@ -19,47 +17,17 @@ questions read other tokens than a prompt's own queries (docs/methods/trellis.md
 
 
 def shrunk(moment: Tensor, share: float) -> Tensor:
-    """Return a metric E[g·gᵀ] float64 [B, H, D, D], shrunk towards its mean; a tiny one if it is 0.
+    """Return a metric E[g·gᵀ] float64 [B, H, D, D], or its diagonal [B, H, D], shrunk towards its mean; a tiny one if
+    it is 0.
 
     share: of the mean, see `SHRINK`.
     """
+    if moment.dim() == 3:
+        mean = moment.mean(-1, keepdim=True)
+        return torch.where(mean > 0, (1 - share) * moment + share * mean, torch.finfo(torch.float32).tiny)
     one = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
     mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
     return torch.where(mean > 0, (1 - share) * moment + share * mean * one, one * torch.finfo(torch.float32).tiny)
-
-
-def klt(covariance: Tensor, metric: Tensor) -> Tensor:
-    """Return the basis rows float64 [..., D, D], the component with the largest variance first."""
-    diagonal = metric.diagonal(dim1=-2, dim2=-1)
-    if torch.equal(metric, diagonal.diag_embed()):
-        root = _roots(diagonal)
-        vectors = _eigenvectors(root.unsqueeze(-1) * covariance * root.unsqueeze(-2))
-        return (root.reciprocal().unsqueeze(-1) * vectors).transpose(-1, -2)
-    root, inverse = roots(metric)
-    return (inverse @ _eigenvectors(root @ covariance @ root)).transpose(-1, -2)
-
-
-def _roots(squares: Tensor) -> Tensor:
-    """Return square roots of [..., D], of at least 1e-9 of the largest."""
-    return squares.clamp_min(1e-9 * squares.amax(-1, keepdim=True)).sqrt()
-
-
-def _eigenvectors(form: Tensor) -> Tensor:
-    """Return the eigenvectors as columns, that of the largest eigenvalue first."""
-    return torch.linalg.eigh(form).eigenvectors.flip(-1)
-
-
-def roots(metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Return square root and inverse square root of symmetric positive matrices [..., D, D]."""
-    lengths, vectors = torch.linalg.eigh(metric)
-    lengths = _roots(lengths).unsqueeze(-2)
-    back = vectors.transpose(-1, -2)
-    return (vectors * lengths) @ back, (vectors / lengths) @ back
-
-
-def within(form: Tensor, rows: Tensor) -> Tensor:
-    """Return rowᵀ·form·row for each row: [..., D]."""
-    return ((rows @ form) * rows).sum(-1)
 
 
 def scales(variance: Tensor) -> Tensor:

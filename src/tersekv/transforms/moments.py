@@ -7,6 +7,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from tersekv.kernels import backends
+from tersekv.kernels.weighted_sums import PART_TOKENS
+
 Observes = Literal["loss", "scores"]
 WeightedBy = Literal["gradients", "queries"]
 
@@ -17,10 +20,6 @@ Later queries may read tokens that the observed queries do not. Their scales are
 of a plain fit times the root of this share. Chosen by divergence and by passkeys
 (docs/methods/trellis.md, "Without a corpus").
 """
-
-
-PART_TOKENS = 256
-"""Vectors whose products are summed at a time, so that no prompt is copied to float64."""
 
 
 class TokenLoss(NamedTuple):
@@ -65,7 +64,7 @@ class Moments(NamedTuple):
     """Sums over vectors x [B, H, T, D] and gradients g of the loss with respect to them, float64.
 
     vectors: their number T. total: Σ x, [B, H, D]. squares: Σ x·xᵀ, [B, H, D, D]. metric: Σ g·gᵀ,
-    for keys its diagonal, [B, H, D, D]; None without gradients.
+    for keys its diagonal, [B, H, D, D] or of a prompt [B, H, D]; None without gradients.
     """
 
     vectors: int
@@ -90,11 +89,8 @@ class Moments(NamedTuple):
     @staticmethod
     def weighted(x: Tensor, loss: TokenLoss) -> Moments:
         """Return the sums over x [B, H, T, D], each vector multiplied by the weight of its token."""
-        scaled = x * loss.weights.to(x.dtype).unsqueeze(-1)
-        metric = None
-        if loss.metric is not None:
-            metric = x.shape[2] * (loss.metric if loss.metric.dim() == 4 else loss.metric.diag_embed()).double()
-        return Moments(x.shape[2], _total(scaled), _products(scaled, x), metric)
+        metric = None if loss.metric is None else x.shape[2] * loss.metric.double()
+        return Moments(x.shape[2], *backends.weighted_sums(x, loss.weights.to(x.dtype)), metric)
 
     def plus(self, other: Moments) -> Moments:
         """Return the sums over the vectors of both, which have or lack a metric alike."""
@@ -115,20 +111,6 @@ class Moments(NamedTuple):
 def _squares(x: Tensor) -> Tensor:
     parts = (part.double() for part in x.split(PART_TOKENS, 2))
     return sum((part.transpose(-1, -2) @ part for part in parts), _zeros(x))
-
-
-def _products(x: Tensor, y: Tensor) -> Tensor:
-    """Return Σ_n x_n·y_nᵀ, float64 [B, H, D, D], of float32 vectors [B, H, T, D].
-
-    Products of some vectors are summed in float32.
-    """
-    pairs = zip(x.split(PART_TOKENS, 2), y.split(PART_TOKENS, 2), strict=True)
-    return sum((left.transpose(-1, -2) @ right for left, right in pairs), _zeros(x))
-
-
-def _total(x: Tensor) -> Tensor:
-    """Return Σ_n x_n, float64 [B, H, D], of float32 vectors [B, H, T, D], some of which are summed in float32."""
-    return torch.stack([part.sum(2) for part in x.split(PART_TOKENS, 2)]).sum(0, dtype=torch.float64)
 
 
 def _zeros(x: Tensor) -> Tensor:

@@ -43,13 +43,16 @@ def searched(parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
     length = math.gcd(*(x.shape[1] for x in rows))
     cut = [x.shape[1] // length for x in rows]
     vectors = _cat([x.reshape(-1, length, x.shape[-1]) for x in rows])
-    *rest, enough = (
-        _cat([_repeated(t.flatten(0, 1), n) for t, n in zip(each, cut, strict=True)])
-        for each in zip(*found, strict=True)
-    )
+    shift, inverse, weight, bits, enough = (_cat([t.flatten(0, 1) for t in each]) for each in zip(*found, strict=True))
+    times = [n for x, n in zip(rows, cut, strict=True) for _ in range(len(x))]
+    of = torch.arange(len(times)).repeat_interleave(torch.tensor(times)).to(vectors.device, non_blocking=True)
+    if len(of) > len(times):  # the matrices, which are large, are not copied
+        shift, weight, bits, enough = (t[of] for t in (shift, weight, bits, enough))
     words = [codec.words(x.shape[-1]) for codec, _, x in parts]
     entries = parts[0][0].entries(str(vectors.device))
-    packed = backends.pack_vectors(vectors, *rest, entries, max(words), list(GAINS_TRIED), enough)
+    packed = backends.pack_vectors(
+        vectors, shift, inverse, of, weight, bits, entries, max(words), list(GAINS_TRIED), enough
+    )
     parts[0][0].check_gain(packed[2])
     sizes = [len(x) * n for x, n in zip(rows, cut, strict=True)]
     each = zip(parts, words, found, *(t.split(sizes) for t in packed[:2]), strict=True)
@@ -86,10 +89,6 @@ def _joined(codecs: Sequence[Any]) -> Any:
         return first
     fitted = {name: torch.cat([codec.fitted[name] for codec in codecs], dim=1) for name in first.fitted}
     return dataclasses.replace(first, fitted=fitted)
-
-
-def _repeated(t: Tensor, times: int) -> Tensor:
-    return t if times == 1 else t.repeat_interleave(times, 0)
 
 
 def _cat(tensors: Sequence[Tensor]) -> Tensor:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tersekv.kernels import cpu, lanes, rotate, trellis
+from tersekv.kernels import basis, cpu, lanes, rotate, trellis
 from tersekv.kernels import encode_grid as grid
 from tersekv.kernels import encode_polar as polar
 from tersekv.kernels import encode_signs as signs
+from tersekv.kernels import weighted_sums as sums
+from tersekv.kernels.basis import FittedBasis
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.encode_polar import stream_offsets
 from tersekv.kernels.lanes import packed_shape
@@ -177,6 +179,7 @@ def pack_vectors(
     x: Tensor,
     shift: Tensor,
     inverse: Tensor,
+    of: Tensor,
     weight: Tensor,
     bits: Tensor,
     tables: Tensor,
@@ -191,10 +194,39 @@ def pack_vectors(
     stream, gain = x.new_empty((R, n, words), dtype=torch.int16), x.new_empty((R, n), dtype=torch.uint8)
     length = x.new_empty((R, n), dtype=torch.float32)
     cpu.loaded().pack_vectors(
-        vectors, shift.detach().float().contiguous(), matrix, *rest, steps, enough.float().contiguous(), stream, gain,
-        length, threads(),
+        vectors, shift.detach().float().contiguous(), matrix, of.contiguous(), *rest, steps,
+        enough.float().contiguous(), stream, gain, length, threads(),
     )  # fmt: skip
     return stream, gain, length
+
+
+@sums.weighted_sums.by("cpu")
+def weighted_sums(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels/weighted_sums.py`: x float32 [B, H, T, D] to float64 [B, H, D] and [B, H, D, D]."""
+    B, H, _, D = x.shape
+    total = x.new_empty((B, H, D), dtype=torch.float64)
+    squares = x.new_empty((B, H, D, D), dtype=torch.float64)
+    cpu.loaded().weighted_sums(
+        x.contiguous().flatten(0, 1), weights.float().contiguous().flatten(0, 1), total.flatten(0, 1),
+        squares.flatten(0, 1), threads(),
+    )  # fmt: skip
+    return total, squares
+
+
+@basis.fitted_basis.by("cpu")
+def fitted_basis(covariance: Tensor, metric: Tensor) -> FittedBasis:
+    """See `kernels/basis.py`; only for the diagonal of a metric."""
+    if metric.dim() == covariance.dim():
+        raise NotTaken("the metric is a matrix")
+    B, H, D, _ = covariance.shape
+    channels = basis.stored_channels(metric.rsqrt())
+    codes = covariance.new_empty((B * H, 3 * D**2 // 4), dtype=torch.uint8)
+    variance, weight = (torch.empty_like(metric, memory_format=torch.contiguous_format) for _ in range(2))
+    cpu.loaded().fitted_basis(
+        covariance.contiguous().flatten(0, 1), metric.contiguous().flatten(0, 1), channels.double().flatten(0, 1),
+        basis.MOST_CONDITION, codes, variance.flatten(0, 1), weight.flatten(0, 1), threads(),
+    )  # fmt: skip
+    return FittedBasis(codes.view(B, H, -1), channels, variance, weight)
 
 
 def _trellis_call(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -47,9 +47,9 @@ def why_not_pack_trellis(
     return None if enough.device == y.device else f"y is on {y.device}, enough on {enough.device}"
 
 
-def why_not_pack_vectors(x: Tensor, shift: Tensor, inverse: Tensor, *rest: Any) -> str | None:
+def why_not_pack_vectors(x: Tensor, shift: Tensor, inverse: Tensor, of: Tensor, *rest: Any) -> str | None:
     """Return the reason why `pack_vectors` does not support this call, or None."""
-    for name, other in (("shift", shift), ("inverse", inverse)):
+    for name, other in (("shift", shift), ("inverse", inverse), ("of", of)):
         if other.device != x.device:
             return f"x is on {x.device}, {name} on {other.device}"
         if other.requires_grad and torch.is_grad_enabled():
@@ -68,10 +68,10 @@ def pack_trellis(
 
 @joins(trellis_operators.pack_vectors, unless=why_not_pack_vectors)
 @on_own_device
-def pack_vectors(x: Tensor, shift: Tensor, inverse: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+def pack_vectors(x: Tensor, shift: Tensor, inverse: Tensor, of: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Pack vectors by their components, see `kernels/trellis.py`: stream int16 [R, n, words], gain
     codes uint8 and root mean squares float32 [R, n]."""
-    return _packed((x - shift.unsqueeze(1)).double() @ inverse.double(), *rest)
+    return _packed((x - shift.unsqueeze(1)).double() @ inverse.double()[of], *rest)
 
 
 def _packed(
