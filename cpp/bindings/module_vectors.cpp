@@ -183,6 +183,61 @@ void py_fitted_basis(nb::handle covariance, nb::handle metric, nb::handle channe
   if (call.heads * call.D > 0) run_blocks(encoders().fit_basis, call, call.heads, cubes, threads);
 }
 
+// query [heads, R, D], keys [heads, T, D], values [heads, T, Dv], mask bool [masks, q, T], counts [1 or B, T], sinks
+// [H, R] or None; of_keys and of_values [heads, blocks, T], shares [heads, R]. All are contiguous, and float32 but for
+// the mask.
+void py_observed_loss(nb::handle query, nb::handle keys, nb::handle values, nb::handle mask, nb::handle counts,
+                      nb::handle sinks, int64_t H, double scaling, double softcap, nb::handle of_keys,
+                      nb::handle of_values, nb::handle shares, int threads) {
+  const Tensor q = tensor_of("query", query, kFloat32), k = tensor_of("keys", keys, kFloat32),
+               v = tensor_of("values", values, kFloat32), seen = tensor_of("mask", mask, kBool),
+               coded = tensor_of("counts", counts, kFloat32), logits = optional_tensor("sinks", sinks, kFloat32),
+               first = tensor_of("of_keys", of_keys, kFloat32), second = tensor_of("of_values", of_values, kFloat32),
+               sums = tensor_of("shares", shares, kFloat32);
+  for (const auto& [name, tensor] : {std::pair{"query", &q}, std::pair{"values", &v}, std::pair{"mask", &seen}})
+    if (tensor->dims != 3) fail(std::string(name) + ": ", "expected three dimensions");
+  if (coded.dims != 2) fail("counts: ", "expected [1 or B, T]");
+  ObservedLoss call;
+  call.heads = q.shape[0];
+  call.H = in_range("", "H", H, call.heads);
+  call.R = q.shape[1];
+  call.D = q.shape[2];
+  call.T = v.shape[1];
+  call.Dv = v.shape[2];
+  call.masks = seen.shape[0];
+  call.q = seen.shape[1];
+  call.of_counts = coded.shape[0];
+  if (call.D % kLanes || call.Dv % kLanes) throw NotTaken("heads are not a multiple of 16 channels wide");
+  const int64_t B = call.heads / call.H;
+  for (const int64_t of : {call.masks, call.of_counts})
+    if (of != 1 && of != B) fail("mask or counts: ", "expected 1 or " + std::to_string(B) + " batch rows");
+  if (call.q < 1 || call.R % call.q) fail("mask: ", "expected positions that divide the rows of the query");
+  expect("", "query", q, {{"heads", call.heads}, {"R", call.R}, {"D", call.D}}, 0);
+  expect("", "keys", k, {{"heads", call.heads}, {"T", call.T}, {"D", call.D}}, 0);
+  expect("", "values", v, {{"heads", call.heads}, {"T", call.T}, {"Dv", call.Dv}}, 0);
+  expect("", "mask", seen, {{"masks", call.masks}, {"q", call.q}, {"T", call.T}}, 0);
+  expect("", "counts", coded, {{"B", call.of_counts}, {"T", call.T}}, 0);
+  if (logits.given()) expect("", "sinks", logits, {{"H", call.H}, {"R", call.R}}, 0);
+  for (const auto& [name, tensor] : {std::pair{"of_keys", &first}, std::pair{"of_values", &second}})
+    expect("", name, *tensor, {{"heads", call.heads}, {"blocks", call.tasks_of_head()}, {"T", call.T}}, 0);
+  expect("", "shares", sums, {{"heads", call.heads}, {"R", call.R}}, 0);
+  call.query = q.as<float>();
+  call.keys = k.as<float>();
+  call.values = v.as<float>();
+  call.mask = seen.as<uint8_t>();
+  call.counts = coded.as<float>();
+  call.sinks = logits.given() ? logits.as<float>() : nullptr;
+  call.scaling = static_cast<float>(scaling);
+  call.softcap = static_cast<float>(softcap);
+  call.of_keys = output<float>(first);
+  call.of_values = output<float>(second);
+  call.shares = output<float>(sums);
+  const double products =
+      static_cast<double>(call.heads * call.R) * static_cast<double>(call.T * (call.D + 2 * call.Dv));
+  if (call.heads * call.R * call.T > 0)
+    run_blocks(encoders().observed_loss, call, call.heads * call.tasks_of_head(), 0.03 * products, threads);
+}
+
 }  // namespace
 
 void define_vector_encoders(nb::module_& m) {
@@ -190,6 +245,13 @@ void define_vector_encoders(nb::module_& m) {
   m.def("encode_polar", &py_encode_polar);
   m.def("rotate_dense", &py_rotate_dense);
   m.def("rotate_hadamard", &py_rotate_hadamard);
+  m.def("observed_rows", [](int64_t T) {
+    ObservedLoss call;
+    call.T = T;
+    return call.rows_at_once();
+  });
+  m.def("observed_loss", &py_observed_loss, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
+        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
   m.def("weighted_sums", &py_weighted_sums);
   m.def("fitted_basis", &py_fitted_basis);
 }

@@ -2,6 +2,7 @@
 #include "build.h"
 #include "encode_fit.h"
 #include "encode_lanes.h"
+#include "encode_observed.h"
 #include "encode_polar.h"
 #include "encode_rotate.h"
 #include "encode_signs.h"
@@ -10,7 +11,7 @@ namespace tersekv {
 
 const Encoders& TERSEKV_BUILD(encoders)() {
   static constexpr Encoders encoders = {find_ranges,  grid_codes,      lane_codes,    sketch_signs, polar_block,
-                                        rotate_dense, rotate_hadamard, weighted_sums, fit_basis};
+                                        rotate_dense, rotate_hadamard, weighted_sums, fit_basis,    observed_loss};
   return encoders;
 }
 

@@ -116,6 +116,25 @@ struct FitBasis {
   double *variance = nullptr, *weight = nullptr;  // [heads, D]
 };
 
+// What R query rows of each head show of errors in its tokens. D and Dv are multiples of 16.
+struct ObservedLoss {
+  const float *query = nullptr, *keys = nullptr, *values = nullptr;  // [heads, R, D], [heads, T, D], [heads, T, Dv]
+  int64_t heads = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0;             // H: KV heads of a batch row
+  const uint8_t* mask = nullptr;                                     // [masks, q, T]; row r is one of position r % q
+  int64_t masks = 1, q = 1;
+  const float* counts = nullptr;  // [of_counts, T]
+  int64_t of_counts = 1;
+  const float* sinks = nullptr;  // [H, R], logits, or null
+  float scaling = 1, softcap = 0;
+  float *of_keys = nullptr, *of_values = nullptr;  // [heads, tasks_of_head, T]
+  float* shares = nullptr;                         // [heads, R]
+
+  // Rows of a task, whose scores of all tokens it holds.
+  int64_t rows_at_once() const { return T <= 4096 ? 48 : 16; }
+  int64_t tasks_of_head() const { return ceil_div(R, rows_at_once()); }
+  int64_t widest() const { return D > Dv ? D : Dv; }
+};
+
 // Encoders of one instruction set. The integer argument is a block's number; for rotations, that of
 // a group of kVectorsAtOnce vectors.
 struct Encoders {
@@ -128,6 +147,7 @@ struct Encoders {
   void (*rotate_hadamard)(const Rotate&, int64_t);
   void (*weighted_sums)(const WeightedSums&, int64_t);
   void (*fit_basis)(const FitBasis&, int64_t);
+  void (*observed_loss)(const ObservedLoss&, int64_t);
 };
 
 const Encoders& encoders_baseline();

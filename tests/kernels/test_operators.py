@@ -21,6 +21,7 @@ CALLS = {
     "basis_product": (X, torch.zeros(1, 2, 768, dtype=torch.uint8), torch.ones(1, 2, 32).half(), True),
     "basis_components": (X, *packed_basis(torch.randn(1, 2, 32, 32).double(), torch.ones(1, 2, 32).double()).values()),
     "fitted_basis": (torch.eye(16).expand(1, 2, 16, 16).double(), torch.ones(1, 2, 16).double()),
+    "observed_loss": (X[:, :, :6], X, X, torch.ones(1, 3, 64).bool(), torch.ones(1, 64), 0.2, None, torch.ones(2, 6)),
     "weighted_sums": (X, torch.rand(1, 2, 64)),
     "encode_trellis": TRELLIS,
     "pack_trellis": (*TRELLIS, 2, [3], torch.zeros(2)),

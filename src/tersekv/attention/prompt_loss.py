@@ -30,7 +30,7 @@ from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.coding import own_sinks
 from tersekv.cache.segments import latent_key
 from tersekv.cache.store import Store
-from tersekv.kernels.softmax import softmax_weights
+from tersekv.kernels import backends
 from tersekv.threads import one_thread
 from tersekv.transforms.moments import Observes, TokenLoss, score_loss
 
@@ -102,25 +102,24 @@ def observed_loss(
     whole: return the metric of keys [B, Hkv, D, D], not only its diagonal [B, Hkv, D].
     """
     keys, values, q = keys.float(), values.float(), call.query.shape[2]
-    past = keys.shape[2] - q
+    (B, H, T, D), past = keys.shape, keys.shape[2] - q
     at = torch.linspace(q // 2, q - 1, min(QUERIES, q - q // 2), device="cpu").long()  # to wait for no device
-    lengths, counts = values.square().sum(-1).unsqueeze(2), coded[:, None, None]
-    of_keys, of_values = torch.zeros_like(lengths[:, :, 0]), torch.zeros_like(lengths[:, :, 0])
-    D = keys.shape[-1]
-    metric = keys.new_zeros((*keys.shape[:2], D, D) if whole else (*keys.shape[:2], D))
-    for tile in at.split(max(TILE, MOST_WEIGHTS // (call.query[:, :, 0, 0].numel() * keys.shape[2]))):
-        query = grouped(call.query[:, :, tile], keys.shape[1])
-        p = _weights(query, keys, call, tile, past)
-        query = query.flatten(2, 3)
-        out = torch.matmul(p, values)
-        # |v − o|² = |v|² − 2·v·o + |o|²
-        far = torch.add(lengths, torch.matmul(out, values.transpose(-1, -2)), alpha=-2)
-        far += out.square().sum(-1, keepdim=True)
-        squared = p.square_().mul_(counts)
-        of_values += squared.sum(2)
-        lost = squared.mul_(far.clamp_(min=0))
-        of_keys += lost.sum(2)
-        share = lost.sum(-1, keepdim=True)
+    of_keys, of_values = keys.new_zeros((B, H, T)), keys.new_zeros((B, H, T))
+    metric = keys.new_zeros((B, H, D, D) if whole else (B, H, D))
+    for tile in at.split(max(TILE, MOST_WEIGHTS // (call.query[:, :, 0, 0].numel() * T))):
+        query = grouped(call.query[:, :, tile], H)
+        sinks = (
+            None if call.sink_logits is None else call.sink_logits.float().view(H, -1).repeat_interleave(len(tile), 1)
+        )
+        query = query.flatten(2, 3).float()
+        if call.mask is None:
+            mask = (torch.arange(T, device=keys.device) <= (past + tile[:, None]).to(keys.device))[None]
+        else:
+            mask = call.mask[:, tile]
+        found = backends.observed_loss(query, keys, values, mask, coded, call.scaling, call.softcap, sinks)
+        of_keys += found[0]
+        of_values += found[1]
+        share = found[2].unsqueeze(-1)
         metric += (share * query).mT @ query if whole else (share * query.square()).sum(2)
     return TokenLoss(of_keys, call.scaling**2 * metric), TokenLoss(of_values)
 
@@ -139,18 +138,3 @@ def _coded(store: Store, call: AttentionCall, tokens: int) -> Tensor:
     elif store.padding is not None:
         padding = store.padding
     return coded.scatter_(1, own_sinks(padding, sinks).clamp(max=tokens - 1), 0)
-
-
-def _weights(query: Tensor, keys: Tensor, call: AttentionCall, at: Tensor, past: int) -> Tensor:
-    """Return softmax weights [B, Hkv, G·q, T] of the queries [B, Hkv, G, q, D] at `past + at`."""
-    G, q = query.shape[2:4]
-    scores = torch.matmul(query.flatten(2, 3) * call.scaling, keys.transpose(-1, -2))
-    if call.mask is None:  # all queries see the tokens up to the first of them
-        first = past + int(at[0]) + 1
-        visible = (torch.arange(first, keys.shape[2], device=keys.device) <= (past + at[:, None]).to(keys.device))[None]
-    else:
-        visible = call.mask[:, at]
-    logits = call.sink_logits
-    if logits is not None:
-        logits = logits.view(1, keys.shape[1], G, 1).repeat_interleave(q, dim=2)
-    return softmax_weights(scores, call.softcap, ~visible.repeat(1, G, 1)[:, None], logits)

@@ -276,14 +276,14 @@ class Trellis(Codec):
         [B, H, D].
         """
         D = covariance.shape[-1]
-        spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+        spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
         prior = D / (D + moments.vectors)  # a short prompt does not span later vectors
-        one = torch.eye(D, dtype=covariance.dtype, device=covariance.device)
-        missing = 0.0 * spread
+        added = prior * spread
         if mean is not None:  # vectors of a prompt of one repeated token have no variance, but later ones do
-            least = LEAST_SPREAD**2 * mean.double().square().mean(-1)
-            missing = (least[..., None, None] - spread).clamp_min(0)
-        covariance = (1 - prior) * covariance + (prior * spread + missing) * one
+            least = LEAST_SPREAD**2 * mean.double().square().mean(-1, keepdim=True)
+            added += (least - spread).clamp_min(0)
+        covariance = (1 - prior) * covariance
+        covariance.diagonal(dim1=-2, dim2=-1).add_(added)
         metric = torch.ones_like(covariance[..., 0])
         if moments.metric is not None and self.metric == "fisher":
             metric = moments.metric / max(1, moments.vectors)
@@ -325,8 +325,8 @@ class Trellis(Codec):
             shift = self.fitted["mean"].float() if self._own_mean else torch.zeros_like(scale)
             weight = self.fitted["weight"].float() * scale.square()
             like = ByHead(shift, self._inverse() / scale.unsqueeze(-2), weight, bits, weight)
-        expected = torch.tensor(SQUARED_ERROR[self.code]).to(bits.device, non_blocking=True)[bits.long()] * (bits > 0)
-        enough = ENOUGH[self.bits >= MANY_BITS] * (like.weight * expected).sum(-1)
+        expected = torch.tensor((0.0, *SQUARED_ERROR[self.code][1:])).to(bits.device, non_blocking=True)
+        enough = ENOUGH[self.bits >= MANY_BITS] * (like.weight * expected[bits.long()]).sum(-1)
         return like._replace(bits=bits, enough=enough)
 
     def check_gain(self, length: Tensor) -> None:

@@ -104,7 +104,7 @@ def fitted_basis(covariance: Tensor, metric: Tensor) -> FittedBasis:
     diagonal = metric if metric.dim() < covariance.dim() else metric.diagonal(dim1=-2, dim2=-1)
     kept = quantised_rows(_klt(covariance, metric), diagonal.rsqrt())
     variance = within(covariance, kept.dual()).clamp_min(0)
-    return FittedBasis(*kept.packed().values(), variance, within(metric, kept.rows()))
+    return FittedBasis(**kept.packed(), variance=variance, weight=within(metric, kept.rows()))
 
 
 def _klt(covariance: Tensor, metric: Tensor) -> Tensor:

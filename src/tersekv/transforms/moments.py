@@ -43,8 +43,8 @@ class TokenLoss(NamedTuple):
         """
         mean = self.weights.mean(-1, keepdim=True)
         plain = PLAIN_SHARE[calibration]
-        weights = plain + (1 - plain) * self.weights / mean
-        return self._replace(weights=torch.where((mean > 0) & mean.isfinite(), weights, 1.0))
+        weights = self.weights * ((1 - plain) / mean) + plain
+        return self._replace(weights=torch.where((mean > 0) & (mean < torch.inf), weights, 1.0))
 
 
 def score_loss(keys: Tensor, query: Tensor) -> tuple[TokenLoss, TokenLoss]:
@@ -90,7 +90,8 @@ class Moments(NamedTuple):
     def weighted(x: Tensor, loss: TokenLoss) -> Moments:
         """Return the sums over x [B, H, T, D], each vector multiplied by the weight of its token."""
         metric = None if loss.metric is None else x.shape[2] * loss.metric.double()
-        return Moments(x.shape[2], *backends.weighted_sums(x, loss.weights.to(x.dtype)), metric)
+        total, squares = backends.weighted_sums(x, loss.weights.to(x.dtype))
+        return Moments(x.shape[2], total, squares, metric)
 
     def plus(self, other: Moments) -> Moments:
         """Return the sums over the vectors of both, which have or lack a metric alike."""
@@ -104,8 +105,9 @@ class Moments(NamedTuple):
         squares = self.squares / max(1, self.vectors)
         if mean is None:
             return squares
-        found = self.total.unsqueeze(-1) / max(1, self.vectors) * mean.double().unsqueeze(-2)
-        return squares - found - found.transpose(-1, -2) + mean.double().unsqueeze(-1) * mean.double().unsqueeze(-2)
+        mean = mean.double()
+        half = (self.total / max(1, self.vectors) - mean / 2).unsqueeze(-1) * mean.unsqueeze(-2)
+        return squares.sub_(half).sub_(half.transpose(-1, -2))
 
 
 def _squares(x: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ from tersekv.kernels import basis, cpu, lanes, rotate, trellis
 from tersekv.kernels import encode_grid as grid
 from tersekv.kernels import encode_polar as polar
 from tersekv.kernels import encode_signs as signs
+from tersekv.kernels import observed_loss as observed
 from tersekv.kernels import weighted_sums as sums
 from tersekv.kernels.basis import FittedBasis
 from tersekv.kernels.encode_grid import GridPlace
@@ -211,6 +212,31 @@ def weighted_sums(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         squares.flatten(0, 1), threads(),
     )  # fmt: skip
     return total, squares
+
+
+@observed.observed_loss.by("cpu")
+def observed_loss(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    counts: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kernels/observed_loss.py`. Rows are observed in blocks, whose sums are added here."""
+    B, H, R, _ = query.shape
+    T, native = keys.shape[2], cpu.loaded()
+    blocks = -(-R // native.observed_rows(T))
+    of_keys, of_values = keys.new_empty((B * H, blocks, T)), keys.new_empty((B * H, blocks, T))
+    shares = query.new_empty((B, H, R))
+    tokens = (x.contiguous().flatten(0, 1) for x in (query, keys, values))
+    native.observed_loss(
+        *tokens, mask.contiguous(), counts.float().contiguous(), None if sinks is None else sinks.contiguous(), H,
+        scaling, softcap or 0.0, of_keys, of_values, shares.flatten(0, 1), threads(),
+    )  # fmt: skip
+    return of_keys.sum(1).view(B, H, T), of_values.sum(1).view(B, H, T), shares
 
 
 @basis.fitted_basis.by("cpu")

@@ -1,0 +1,61 @@
+"""The loss of errors in keys and values that queries show: contract and torch reference.
+
+Shapes: B batch, H key-value heads, T tokens, R query rows per key-value head (row g·q + i for head g of
+its group and position i of q), D and Dv head dims of keys and values.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tersekv.kernels.registry import operator
+from tersekv.kernels.softmax import softmax_weights
+
+
+def _fake(query: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return keys.new_empty(keys.shape[:3]), keys.new_empty(keys.shape[:3]), query.new_empty(query.shape[:3])
+
+
+@operator(
+    "(Tensor query, Tensor keys, Tensor values, Tensor mask, Tensor counts, float scaling, float? softcap, "
+    "Tensor? sinks) -> (Tensor, Tensor, Tensor)",
+    _fake,
+)
+def observed_loss(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    counts: Tensor,
+    scaling: float,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Sums over softmax weights p of rows with outputs o, see `attention/prompt_loss.py`.
+
+    Args:
+        query: float32 [B, H, R, D]. keys: float32 [B, H, T, D]. values: float32 [B, H, T, Dv].
+        mask: bool [1 or B, q, T], True where a position sees a token.
+        counts: float32 [1 or B, T], factors of tokens.
+        scaling, softcap: see `attend_packed`.
+        sinks: float32 [H, R], scores of a token without value, or None.
+
+    Returns:
+        counts_t·Σ_r p_rt²·|v_t − o_r|² and counts_t·Σ_r p_rt², float32 [B, H, T], and
+        Σ_t counts_t·p_rt²·|v_t − o_r|², float32 [B, H, R].
+    """
+    scores = torch.matmul(query * scaling, keys.transpose(-1, -2))
+    hidden = ~mask.repeat(1, query.shape[2] // mask.shape[1], 1)[:, None]
+    p = softmax_weights(scores, softcap, hidden, None if sinks is None else sinks[None, ..., None])
+    out = torch.matmul(p, values)
+    # |v − o|² = |v|² − 2·v·o + |o|²
+    lengths = values.square().sum(-1).unsqueeze(2)
+    far = torch.add(lengths, torch.matmul(out, values.transpose(-1, -2)), alpha=-2)
+    far += out.square().sum(-1, keepdim=True)
+    squared = p.square_().mul_(counts[:, None, None])
+    of_values = squared.sum(2)
+    lost = squared.mul_(far.clamp_(min=0))
+    return lost.sum(2), of_values, lost.sum(-1)

@@ -1,0 +1,67 @@
+"""The loss that queries show: the native kernel against the reference in float64."""
+
+import pytest
+import torch
+
+from native_calls import why_not
+from tersekv.kernels.cpu import encode
+from tersekv.kernels.observed_loss import observed_loss
+from test_ops_parity import isa, one_thread, pytestmark, two_threads  # noqa: F401
+
+
+def drawn(B, H, G, q, T, D, Dv, seed=0):
+    g = torch.Generator().manual_seed(seed + T)
+    query, keys, values = (torch.randn(B, H, n, d, generator=g) for n, d in ((G * q, D), (T, D), (T, Dv)))
+    mask, counts = torch.rand(B, q, T, generator=g) > 0.3, (torch.rand(B, T, generator=g) > 0.1).float()
+    return query, keys, values, mask, counts, D**-0.5, None, None
+
+
+def check(call):
+    found, expected = (
+        encode.observed_loss(*call),
+        observed_loss.reference(
+            *(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in call)
+        ),
+    )
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.shape == theirs.shape
+        torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [(1, 3, 3, 32, 260, 64, 64), (2, 2, 2, 7, 100, 32, 48), (2, 1, 4, 1, 5, 16, 16), (1, 1, 4, 6, 4100, 32, 16)],
+)
+def test_sums(isa, sizes):  # noqa: F811
+    check(drawn(*sizes))
+
+
+def test_shared_masks_softcaps_and_sinks(two_threads):  # noqa: F811
+    query, keys, values, mask, counts, scaling, _, _ = drawn(2, 2, 3, 20, 90, 32, 32)
+    check((query, keys, values, mask[:1], counts[:1], scaling, None, None))
+    check((query, keys, values, mask, counts, 5.0, 3.0, torch.randn(2, 60)))
+    check((query, keys, values, mask, counts, scaling, None, torch.full((2, 60), 30.0)))
+
+
+def test_a_position_that_sees_nothing_shows_nothing(isa):  # noqa: F811
+    query, keys, values, mask, counts, *rest = drawn(1, 2, 2, 3, 40, 16, 16)
+    mask[:, 1] = False
+    check((query, keys, values, mask, counts, *rest))
+    shares = encode.observed_loss(query, keys, values, mask, counts, *rest)[2]
+    assert not shares[..., 1::3].any()
+    assert shares[..., ::3].all()
+
+
+def test_equal_values_lose_nothing(isa):  # noqa: F811
+    """|v − o|² is not negative where it is rounded."""
+    query, keys, values, *rest = drawn(1, 1, 2, 4, 50, 16, 16)
+    of_keys, of_values, _ = encode.observed_loss(query, keys, torch.full_like(values, 7.7), *rest)
+    assert (of_keys >= 0).all()
+    assert of_keys.amax() < 1e-3 * of_values.amax()
+
+
+def test_heads_that_the_kernel_leaves_to_the_reference():
+    query, keys, values, *rest = drawn(1, 2, 2, 3, 40, 24, 24)
+    assert "not a multiple of 16" in why_not(encode.observed_loss, query, keys, values, *rest)
+    with pytest.raises(ValueError, match="positions that divide"):
+        encode.observed_loss(query[:, :, :5, :16], keys[..., :16], values[..., :16], *rest)
