@@ -167,17 +167,30 @@ void py_fitted_basis(nb::handle covariance, nb::handle metric, nb::handle channe
                factors = tensor_of("channels", channels, kFloat64), codes = tensor_of("basis", basis, kUint8),
                spread = tensor_of("variance", variance, kFloat64), cost = tensor_of("weight", weight, kFloat64);
   if (form.dims != 3) fail("covariance: ", "expected [heads, D, D]");
-  FitBasis call{form.as<double>(), loss.as<double>(),      factors.as<double>(),   form.shape[0],       form.shape[2],
-                most_condition,    output<uint8_t>(codes), output<double>(spread), output<double>(cost)};
+  FitBasis call;
+  call.covariance = form.as<double>();
+  call.metric = loss.as<double>();
+  call.channels = factors.as<double>();
+  call.heads = form.shape[0];
+  call.D = form.shape[2];
+  call.whole = loss.dims == 3;
+  call.most_condition = most_condition;
+  call.basis = output<uint8_t>(codes);
+  call.variance = output<double>(spread);
+  call.weight = output<double>(cost);
   if (call.D % kLanes) throw NotTaken("covariance has " + std::to_string(call.D) + " channels, not a multiple of 16");
   expect("", "covariance", form, {{"heads", call.heads}, {"D", call.D}, {"D", call.D}}, 0);
-  for (const auto& [name, tensor] : {std::pair{"metric", &loss}, std::pair{"channels", &factors},
-                                     std::pair{"variance", &spread}, std::pair{"weight", &cost}})
+  if (call.whole)
+    expect("", "metric", loss, {{"heads", call.heads}, {"D", call.D}, {"D", call.D}}, 0);
+  else
+    expect("", "metric", loss, {{"heads", call.heads}, {"D", call.D}}, 0);
+  for (const auto& [name, tensor] :
+       {std::pair{"channels", &factors}, std::pair{"variance", &spread}, std::pair{"weight", &cost}})
     expect("", name, *tensor, {{"heads", call.heads}, {"D", call.D}}, 0);
   expect("", "basis", codes, {{"heads", call.heads}, {"bytes", call.D * call.D * 3 / 4}}, 0);
   double odd = 0;  // NaN if a number is not finite
   for (int64_t i = 0; i < call.heads * call.D * call.D; i++) odd += call.covariance[i] - call.covariance[i];
-  for (int64_t i = 0; i < call.heads * call.D; i++) odd += call.metric[i] - call.metric[i];
+  for (int64_t i = 0; i < call.heads * call.D * (call.whole ? call.D : 1); i++) odd += call.metric[i] - call.metric[i];
   if (odd != 0) throw NotTaken("covariance or metric is not finite");
   const double cubes = static_cast<double>(call.heads * call.D * call.D) * static_cast<double>(call.D);
   if (call.heads * call.D > 0) run_blocks(encoders().fit_basis, call, call.heads, cubes, threads);

@@ -100,6 +100,9 @@ inline void exchange(double* a, double* b, int64_t n) {
 
 inline double root(double x) { return __builtin_sqrt(x); }
 
+// Elements of a matrix with a largest element of 1 that count as zero.
+constexpr double kNone = 1e-15;
+
 // A symmetric matrix [n, n] of elements up to 1 while its eigenvectors are searched; n is a multiple of 16.
 // Householder's reduction to a tridiagonal matrix, then implicit QL steps (Golub & Van Loan, Matrix Computations,
 // §8.3). Eigenvectors are turned in float32, because their entries are rounded to 6 bits.
@@ -134,7 +137,7 @@ struct Symmetric {
       values[k] = row[k];
       beside[k] = head;
       factors[k] = 0.0f;
-      if (!(rest > 1e-300)) continue;
+      if (!(rest > kNone * kNone)) continue;
       const double length = root(rest + head * head);
       beside[k] = head > 0 ? -length : length;
       v[k + 1] = head - beside[k];
@@ -200,7 +203,7 @@ struct Symmetric {
       for (int step = 0;; step++) {
         int64_t high = low;
         while (high + 1 < n && __builtin_fabs(beside[high]) >
-                                   kSmall * (__builtin_fabs(values[high]) + __builtin_fabs(values[high + 1])))
+                                   kSmall * (__builtin_fabs(values[high]) + __builtin_fabs(values[high + 1])) + kNone)
           high++;
         if (high == low) break;
         if (step == kMostSteps) return false;
@@ -299,6 +302,21 @@ inline bool invert(double* matrix, int64_t n) {
   return true;
 }
 
+// Find the lower triangle with M = L·Lᵀ (Cholesky), zeros above it. Return false if M is not positive definite.
+inline bool triangle(const double* metric, double* lower, int64_t n) {
+  for (int64_t i = 0; i < n * n; i++) lower[i] = 0.0;
+  for (int64_t i = 0; i < n; i++) {
+    double* row = lower + i * n;
+    for (int64_t j = 0; j <= i; j++) {
+      // Elements that are not found yet are zeros, so whole vectors may be multiplied.
+      const double left = metric[i * n + j] - dot(row, lower + j * n, 0, n);
+      if (i == j && !(left > 0)) return false;
+      row[j] = i == j ? root(left) : left / lower[j * n + j];
+    }
+  }
+  return true;
+}
+
 // Find the inverse of entries [n, n]. Return false where rounding made rows dependent, see quantised_rows.
 inline bool invert_entries(const double* entries, double* inverse, int64_t n, double most_condition) {
   __builtin_memcpy(inverse, entries, n * n * sizeof(double));
@@ -307,28 +325,46 @@ inline bool invert_entries(const double* entries, double* inverse, int64_t n, do
   return condition <= most_condition * root(static_cast<double>(n));
 }
 
-// The basis of one head.
+// The basis of one head. With M = F·Fᵀ, rows are F⁻ᵀ·u for the eigenvectors u of Fᵀ·C·F.
 void fit_basis(const FitBasis& call, int64_t head) {
   constexpr double kLargest = 31.0, kLeast = 1e-9;
   reset_scratch();
   const int64_t D = call.D;
-  const double *covariance = call.covariance + head * D * D, *metric = call.metric + head * D,
+  const bool whole = call.whole;
+  const double *covariance = call.covariance + head * D * D, *metric = call.metric + head * D * (whole ? D : 1),
                *channel = call.channels + head * D;
-  auto *scale = scratch_of<double>(D), *entries = scratch_of<double>(D * D);
+  auto *scale = scratch_of<double>(D), *entries = scratch_of<double>(D * D), *product = scratch_of<double>(D);
+  double* factor = whole ? scratch_of<double>(D * D) : nullptr;
   auto* order = scratch_of<int64_t>(D);
   Symmetric form(D);
-  double largest = 0.0, most = 0.0;
-  for (int64_t c = 0; c < D; c++) largest = metric[c] > largest ? metric[c] : largest;
-  for (int64_t c = 0; c < D; c++) scale[c] = root(metric[c] > kLeast * largest ? metric[c] : kLeast * largest);
-  for (int64_t i = 0; i < D; i++)
-    for (int64_t j = 0; j < D; j++) {
-      const double x = form.a[i * D + j] = scale[i] * covariance[i * D + j] * scale[j], size = __builtin_fabs(x);
-      most = size > most ? size : most;
+  bool found = true;
+  if (whole) {
+    found = triangle(metric, factor, D);
+    for (int64_t i = 0; i < D; i++) {  // C·F
+      for (int64_t d = 0; d < D; d++) entries[i * D + d] = 0.0;
+      add_rows(entries + i * D, covariance + i * D, factor, D, 0, D);
     }
+    for (int64_t i = 0; i < D; i++) {
+      for (int64_t j = 0; j < D; j++) {
+        scale[j] = factor[j * D + i];
+        form.a[i * D + j] = 0.0;
+      }
+      add_rows(form.a + i * D, scale, entries, D, 0, D);
+    }
+    found = found && invert(factor, D);
+  } else {
+    double largest = 0.0;
+    for (int64_t c = 0; c < D; c++) largest = metric[c] > largest ? metric[c] : largest;
+    for (int64_t c = 0; c < D; c++) scale[c] = root(metric[c] > kLeast * largest ? metric[c] : kLeast * largest);
+    for (int64_t i = 0; i < D; i++)
+      for (int64_t j = 0; j < D; j++) form.a[i * D + j] = scale[i] * covariance[i * D + j] * scale[j];
+  }
+  double most = 0.0;
+  for (int64_t i = 0; i < D * D; i++) most = __builtin_fabs(form.a[i]) > most ? __builtin_fabs(form.a[i]) : most;
   if (most > 0)
     for (int64_t i = 0; i < D * D; i++) form.a[i] /= most;
   form.reduce();
-  const bool found = form.diagonalise();
+  found = form.diagonalise() && found;
   for (int64_t i = 0; i < D; i++) {  // the largest eigenvalue first
     int64_t place = i;
     for (; place > 0 && form.values[order[place - 1]] < form.values[i]; place--) order[place] = order[place - 1];
@@ -336,10 +372,14 @@ void fit_basis(const FitBasis& call, int64_t head) {
   }
   for (int64_t d = 0; d < D; d++) {
     const float* vector = form.vectors + order[d] * D;
-    double* row = entries + d * D;
-    double longest = 1e-300;
+    double *row = entries + d * D, longest = 1e-300;
+    for (int64_t c = 0; c < D; c++) row[c] = product[c] = static_cast<double>(vector[c]);
+    if (whole) {
+      for (int64_t c = 0; c < D; c++) row[c] = 0.0;
+      add_rows(row, product, factor, D, 0, D);
+    }
     for (int64_t c = 0; c < D; c++) {
-      row[c] = static_cast<double>(vector[c]) / (scale[c] * channel[c]);
+      row[c] /= whole ? channel[c] : scale[c] * channel[c];
       const double size = __builtin_fabs(row[c]);
       longest = size > longest ? size : longest;
     }
@@ -358,7 +398,7 @@ void fit_basis(const FitBasis& call, int64_t head) {
     for (int64_t j = 0; j < 3; j++) *out++ = static_cast<uint8_t>(word >> 8 * j);
   }
   // Components have the variances of inverseᵀ·covariance·inverse, channels divided out.
-  double *variance = call.variance + head * D, *weight = call.weight + head * D, *product = form.values;
+  double *variance = call.variance + head * D, *weight = call.weight + head * D;
   for (int64_t d = 0; d < D; d++) variance[d] = weight[d] = 0.0;
   for (int64_t i = 0; i < D; i++) {
     for (int64_t d = 0; d < D; d++) product[d] = 0.0;
@@ -368,10 +408,13 @@ void fit_basis(const FitBasis& call, int64_t head) {
   }
   for (int64_t d = 0; d < D; d++) {
     variance[d] = variance[d] > 0 ? variance[d] : 0.0;
+    double* row = scale;
     for (int64_t c = 0; c < D; c++) {
-      const double length = entries[d * D + c] * channel[c];
-      weight[d] += metric[c] * length * length;
+      row[c] = entries[d * D + c] * channel[c];
+      product[c] = whole ? 0.0 : metric[c] * row[c];
     }
+    if (whole) add_rows(product, row, metric, D, 0, D);
+    weight[d] = dot(product, row, 0, D);
   }
 }
 

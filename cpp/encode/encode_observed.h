@@ -1,4 +1,4 @@
-// The loss of errors in keys and values that queries show, see kernels/observed.py.
+// The loss of errors in keys and values that queries show, see kernels/observed_loss.py.
 #pragma once
 
 #include "build.h"

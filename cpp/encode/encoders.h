@@ -109,8 +109,10 @@ struct WeightedSums {
 
 // Bases of heads. D is a multiple of 16, all numbers are finite.
 struct FitBasis {
-  const double *covariance = nullptr, *metric = nullptr, *channels = nullptr;  // [heads, D, D], [heads, D] twice
+  const double* covariance = nullptr;                   // [heads, D, D]
+  const double *metric = nullptr, *channels = nullptr;  // [heads, D, D] or its diagonal [heads, D], and [heads, D]
   int64_t heads = 0, D = 0;
+  bool whole = false;                             // the metric is a matrix
   double most_condition = 0;                      // MOST_CONDITION
   uint8_t* basis = nullptr;                       // [heads, 3·D²/4]
   double *variance = nullptr, *weight = nullptr;  // [heads, D]

@@ -103,6 +103,21 @@ def test_two_rates_have_the_whole_metric():
         assert losses[0].metric.dim() == dims
 
 
+def test_a_fit_uses_the_whole_metric():
+    """Errors along a direction that no channel has alone are kept small."""
+    x, along = normal(1, 1, 384, 32), normal(32, seed=7) / 32**0.5
+    metric = torch.eye(32) + 1000 * torch.outer(along, along)
+    fits = [
+        Trellis(2.0, calibration="prompt", centre=False).fit_moments(
+            Moments.weighted(x, TokenLoss(torch.ones(1, 1, 384), of[None, None]))
+        )
+        for of in (metric, metric.diagonal())
+    ]
+    errors = [codec.view(codec.encode(x), 32).decode() - x for codec in fits]
+    whole, diagonal = (float((e @ metric * e).sum()) for e in errors)
+    assert whole < 0.3 * diagonal
+
+
 def store_of(keys: Tensor, recipe: str = RECIPE, window: int | None = None) -> LayerStore:
     return LayerStore(Recipe.parse(recipe).plan(0, 1), keys, keys, window, standard_rope(D))
 

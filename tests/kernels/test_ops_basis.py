@@ -128,11 +128,15 @@ def covariances(B, H, D, tokens, seed=0):
     return x.mT @ x / tokens, torch.rand(B, H, D, generator=g).double() + 0.01
 
 
+@pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize(
     ("B", "H", "D", "tokens"), [(1, 1, 16, 500), (2, 3, 48, 500), (1, 3, 64, 40), (1, 1, 256, 900)]
 )
-def test_fitted_bases(isa, B, H, D, tokens):  # noqa: F811
+def test_fitted_bases(isa, B, H, D, tokens, whole):  # noqa: F811
     covariance, metric = covariances(B, H, D, tokens)
+    if whole:
+        queries = torch.randn(B, H, 3, D, generator=torch.Generator().manual_seed(D), dtype=torch.float64)
+        metric = metric.diag_embed() + queries.mT @ queries
     found, expected = cpu_encode.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
     assert torch.equal(found.channels, expected.channels)
@@ -143,7 +147,7 @@ def test_fitted_bases(isa, B, H, D, tokens):  # noqa: F811
     assert (rows.unsqueeze(-2) @ rows.unsqueeze(-1)).amin() > 0
     # rounding the same eigenvectors costs as much, and no more where a variance is far below the others
     ours, theirs = (x.variance * x.weight for x in (found, expected))
-    torch.testing.assert_close(ours.sum(-1), theirs.sum(-1), rtol=2e-3, atol=0)
+    torch.testing.assert_close(ours.sum(-1), theirs.sum(-1), rtol=1e-3 if tokens > D else 1e-2, atol=0)
     kept = slice(min(D, tokens) // 2)
     torch.testing.assert_close(ours[..., kept].log().mean(), theirs[..., kept].log().mean(), rtol=0, atol=5e-3)
 
@@ -165,9 +169,28 @@ def test_bases_of_special_covariances(isa, monkeypatch):  # noqa: F811
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
 
+def test_bases_of_variances_that_fall_to_nothing(isa):  # noqa: F811
+    """An eigenvector that is not found would leave the channels as they are, which costs more."""
+    vectors = torch.linalg.qr(torch.randn(1, 20, 64, 64, dtype=torch.float64))[0]
+    covariance = vectors @ torch.logspace(0, -60, 64, dtype=torch.float64).diag() @ vectors.mT
+    found = cpu_encode.fitted_basis(covariance, torch.ones(1, 20, 64).double())
+    loss = found.variance * found.weight
+    assert (loss[..., 20:].sum(-1) < 0.01 * loss.sum(-1)).all()
+
+
+def test_other_strides_and_shared_metrics():
+    covariance, metric = covariances(2, 3, 32, 400)
+    metric = metric[:1].mT.contiguous().mT
+    found, expected = (cpu_encode.fitted_basis(covariance, x) for x in (metric, metric.expand(2, 3, 32).contiguous()))
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(ours, theirs)
+    x, weights = torch.randn(2, 3, 40, 32), torch.rand(1, 1, 40)
+    found, expected = cpu_encode.weighted_sums(x, weights), weighted_sums.reference(x, weights)
+    torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-4)
+
+
 def test_bases_that_the_kernel_leaves_to_the_reference():
     covariance, metric = covariances(1, 2, 32, 400)
-    assert "is a matrix" in why_not(cpu_encode.fitted_basis, covariance, metric.diag_embed())
     assert "not a multiple of 16" in why_not(cpu_encode.fitted_basis, covariance[..., :8, :8], metric[..., :8])
     for wrong in (torch.nan, torch.inf):
         covariance[0, 1, 3, 3] = wrong

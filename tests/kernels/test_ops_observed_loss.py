@@ -60,8 +60,20 @@ def test_equal_values_lose_nothing(isa):  # noqa: F811
     assert of_keys.amax() < 1e-3 * of_values.amax()
 
 
+def test_masks_of_the_last_tokens(isa):  # noqa: F811
+    query, keys, values, mask, *rest = drawn(1, 2, 2, 3, 40, 16, 16)
+    mask[..., :30] = True
+    whole = encode.observed_loss(query, keys, values, mask, *rest)
+    for ours, theirs in zip(encode.observed_loss(query, keys, values, mask[..., 30:], *rest), whole, strict=True):
+        assert torch.equal(ours, theirs)
+    check((query, keys, values, mask[..., 30:], *rest))
+    check((query, keys, values, mask[..., 40:], *rest))
+
+
 def test_heads_that_the_kernel_leaves_to_the_reference():
     query, keys, values, *rest = drawn(1, 2, 2, 3, 40, 24, 24)
     assert "not a multiple of 16" in why_not(encode.observed_loss, query, keys, values, *rest)
+    empty = (query[..., :16], keys[:, :, :0, :16], values[:, :, :0, :16], rest[0][..., :0], rest[1][:, :0], *rest[2:])
+    assert "no tokens" in why_not(encode.observed_loss, *empty)
     with pytest.raises(ValueError, match="positions that divide"):
         encode.observed_loss(query[:, :, :5, :16], keys[..., :16], values[..., :16], *rest)

@@ -112,8 +112,9 @@ def observed_loss(
             None if call.sink_logits is None else call.sink_logits.float().view(H, -1).repeat_interleave(len(tile), 1)
         )
         query = query.flatten(2, 3).float()
-        if call.mask is None:
-            mask = (torch.arange(T, device=keys.device) <= (past + tile[:, None]).to(keys.device))[None]
+        if call.mask is None:  # all positions see the tokens up to the first of them
+            last = torch.arange(past + int(tile[0]) + 1, T, device=keys.device)
+            mask = (last <= (past + tile[:, None]).to(keys.device))[None]
         else:
             mask = call.mask[:, tile]
         found = backends.observed_loss(query, keys, values, mask, coded, call.scaling, call.softcap, sinks)

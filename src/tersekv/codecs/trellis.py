@@ -287,7 +287,7 @@ class Trellis(Codec):
         metric = torch.ones_like(covariance[..., 0])
         if moments.metric is not None and self.metric == "fisher":
             metric = moments.metric / max(1, moments.vectors)
-            if self.side == "keys" and metric.dim() == 4:
+            if self.side == "keys" and self.calibration == "corpus":  # gradients of keys have a diagonal metric
                 metric = metric.diagonal(dim1=-2, dim2=-1)
             metric = shrunk(metric, SHRINK[self.calibration])
         if self.basis not in FITTED:

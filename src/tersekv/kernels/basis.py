@@ -101,15 +101,19 @@ def fitted_basis(covariance: Tensor, metric: Tensor) -> FittedBasis:
         covariance: float64 [B, H, D, D].
         metric: float64 [B, H, D, D], positive definite, or its diagonal [B, H, D].
     """
-    diagonal = metric if metric.dim() < covariance.dim() else metric.diagonal(dim1=-2, dim2=-1)
-    kept = quantised_rows(_klt(covariance, metric), diagonal.rsqrt())
+    kept = quantised_rows(_klt(covariance, metric), diagonal_of(metric).rsqrt())
     variance = within(covariance, kept.dual()).clamp_min(0)
     return FittedBasis(**kept.packed(), variance=variance, weight=within(metric, kept.rows()))
 
 
+def diagonal_of(metric: Tensor) -> Tensor:
+    """Return the diagonal [B, H, D] of a metric [B, H, D, D], or of one that has only that."""
+    return metric if metric.dim() == 3 else metric.diagonal(dim1=-2, dim2=-1)
+
+
 def _klt(covariance: Tensor, metric: Tensor) -> Tensor:
     """Return the rows before rounding, float64 [B, H, D, D]."""
-    if metric.dim() < covariance.dim():
+    if metric.dim() == 3:
         root = _roots(metric)
         vectors = _eigenvectors(root.unsqueeze(-1) * covariance * root.unsqueeze(-2))
         return (vectors / root.unsqueeze(-1)).transpose(-1, -2)

@@ -38,7 +38,7 @@ def observed_loss(
 
     Args:
         query: float32 [B, H, R, D]. keys: float32 [B, H, T, D]. values: float32 [B, H, T, Dv].
-        mask: bool [1 or B, q, T], True where a position sees a token.
+        mask: bool [1 or B, q, n], True where a position sees one of the last n tokens. It sees all before them.
         counts: float32 [1 or B, T], factors of tokens.
         scaling, softcap: see `attend_packed`.
         sinks: float32 [H, R], scores of a token without value, or None.

@@ -43,7 +43,7 @@ class TokenLoss(NamedTuple):
         """
         mean = self.weights.mean(-1, keepdim=True)
         plain = PLAIN_SHARE[calibration]
-        weights = self.weights * ((1 - plain) / mean) + plain
+        weights = self.weights / mean * (1 - plain) + plain
         return self._replace(weights=torch.where((mean > 0) & (mean < torch.inf), weights, 1.0))
 
 
@@ -64,7 +64,8 @@ class Moments(NamedTuple):
     """Sums over vectors x [B, H, T, D] and gradients g of the loss with respect to them, float64.
 
     vectors: their number T. total: Σ x, [B, H, D]. squares: Σ x·xᵀ, [B, H, D, D]. metric: Σ g·gᵀ,
-    for keys its diagonal, [B, H, D, D] or of a prompt [B, H, D]; None without gradients.
+    [B, H, D, D], of which for keys the diagonal; None without gradients. On a prompt, the metric of
+    `TokenLoss` times T.
     """
 
     vectors: int

@@ -207,8 +207,9 @@ def weighted_sums(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     B, H, _, D = x.shape
     total = x.new_empty((B, H, D), dtype=torch.float64)
     squares = x.new_empty((B, H, D, D), dtype=torch.float64)
+    weights = weights.float().expand(x.shape[:3]).contiguous()
     cpu.loaded().weighted_sums(
-        x.contiguous().flatten(0, 1), weights.float().contiguous().flatten(0, 1), total.flatten(0, 1),
+        x.contiguous().flatten(0, 1), weights.flatten(0, 1), total.flatten(0, 1),
         squares.flatten(0, 1), threads(),
     )  # fmt: skip
     return total, squares
@@ -226,8 +227,11 @@ def observed_loss(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/observed_loss.py`. Rows are observed in blocks, whose sums are added here."""
-    B, H, R, _ = query.shape
-    T, native = keys.shape[2], cpu.loaded()
+    (B, H, R, _), T, native = query.shape, keys.shape[2], cpu.loaded()
+    if not query.numel() or not T:
+        raise NotTaken("there are no rows or no tokens")
+    if mask.shape[2] < T:
+        mask = torch.nn.functional.pad(mask, (T - mask.shape[2], 0), value=True)
     blocks = -(-R // native.observed_rows(T))
     of_keys, of_values = keys.new_empty((B * H, blocks, T)), keys.new_empty((B * H, blocks, T))
     shares = query.new_empty((B, H, R))
@@ -241,15 +245,14 @@ def observed_loss(
 
 @basis.fitted_basis.by("cpu")
 def fitted_basis(covariance: Tensor, metric: Tensor) -> FittedBasis:
-    """See `kernels/basis.py`; only for the diagonal of a metric."""
-    if metric.dim() == covariance.dim():
-        raise NotTaken("the metric is a matrix")
+    """See `kernels/basis.py`."""
     B, H, D, _ = covariance.shape
-    channels = basis.stored_channels(metric.rsqrt())
+    metric = metric.expand(B, *metric.shape[1:]).contiguous()
+    channels = basis.stored_channels(basis.diagonal_of(metric).rsqrt()).contiguous()
     codes = covariance.new_empty((B * H, 3 * D**2 // 4), dtype=torch.uint8)
-    variance, weight = (torch.empty_like(metric, memory_format=torch.contiguous_format) for _ in range(2))
+    variance, weight = covariance.new_empty((B, H, D)), covariance.new_empty((B, H, D))
     cpu.loaded().fitted_basis(
-        covariance.contiguous().flatten(0, 1), metric.contiguous().flatten(0, 1), channels.double().flatten(0, 1),
+        covariance.contiguous().flatten(0, 1), metric.flatten(0, 1), channels.double().flatten(0, 1),
         basis.MOST_CONDITION, codes, variance.flatten(0, 1), weight.flatten(0, 1), threads(),
     )  # fmt: skip
     return FittedBasis(codes.view(B, H, -1), channels, variance, weight)
