@@ -108,8 +108,8 @@ def page() -> Page:
             Section(
                 "Speed",
                 "Engines in turns in one process, two to four rounds; the last columns compare with vLLM's own cache. "
-                "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes. 8 x 400 was "
-                "timed last, the other shapes with earlier code.",
+                "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes. 32 "
+                "requests were timed with earlier code.",
                 made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
             ),
             *(

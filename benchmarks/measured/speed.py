@@ -197,8 +197,8 @@ def page() -> Page:
         "Two threads, caches in turns in one process, medians of 2 to 4 rounds. The machines were shared, so times of "
         "different runs cannot be compared. Ratios can: they are of the same round, least and most, after the median "
         "of three and more. `trellis:bits=3,calibration=prompt` was the preset `default` in the earlier runs, before "
-        "its packing became faster. With the presets Gemma 3 was coded as `kivi:bits=4`, but for 8,192 tokens in the "
-        "run `zen4`, so its other rows differ by chance.",
+        "its packing became faster. The presets code Gemma 3 as `kivi:bits=4` where a prompt has less than 4,096 "
+        "tokens or is read in chunks, so such rows differ by chance.",
         (
             Section(
                 "A prompt and a second turn",
@@ -212,7 +212,7 @@ def page() -> Page:
                 "Milliseconds per token, and multiples of the full cache's speed. quanto and HQQ are the back ends of "
                 "transformers' `QuantizedCache`. In float32 at 1,024 tokens packing is not faster, because "
                 "attention is a small part of a step. A step is the mean over 32 tokens, of which one packs a block in "
-                "all layers; over 16 in the runs `amx` and `zen5`, of which it is one or none.\n\n"
+                "all layers; over 16 in the runs `amx`, `zen4` and `zen5`, of which it is one or none.\n\n"
                 "![Time per token by length](step.svg)",
                 decode_steps(), files, command,
             ),

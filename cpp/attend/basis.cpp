@@ -1,15 +1,10 @@
 // Products with a basis, compiled once per instruction set.
 #include "basis_rows.h"
 #include "build.h"
+#include "doubles.h"
 
 namespace tersekv {
 namespace {  // internal to each build
-
-inline void swap(double& a, double& b) {
-  const double kept = a;
-  a = b;
-  b = kept;
-}
 
 constexpr int kColumns = Lanes::max_groups(kRowTile) >= 2 ? 2 : 1;  // vectors of columns whose sums stay in registers
 
@@ -63,16 +58,6 @@ void multiply_head(const BasisProduct& call, int64_t task) {
   }
 }
 
-constexpr int64_t kWide = 8;
-using Doubles = double __attribute__((vector_size(8 * kWide), aligned(8), may_alias));
-
-inline Doubles& at(double* x) { return *reinterpret_cast<Doubles*>(x); }
-
-// to[first, width) -= factor · from[first, width), whole vectors.
-inline void subtract(double* to, double factor, double* from, int64_t first, int64_t width) {
-  for (int64_t i = first; i < width; i += kWide) at(to + i) -= factor * at(from + i);
-}
-
 // Components of some vectors of a head, by Gauss's elimination with row pivots in float64. Each vector is a column, so
 // that its result does not depend on the others.
 void invert_head(const BasisProduct& call, int64_t task) {
@@ -103,22 +88,22 @@ void invert_head(const BasisProduct& call, int64_t task) {
     for (int64_t r = k + 1; r < D; r++)
       if (__builtin_fabs(matrix[r * D + k]) > __builtin_fabs(matrix[pivot * D + k])) pivot = r;
     if (pivot != k) {
-      for (int64_t d = k; d < D; d++) swap(matrix[k * D + d], matrix[pivot * D + d]);
-      for (int64_t i = 0; i < width; i++) swap(vectors[k * width + i], vectors[pivot * width + i]);
+      exchange(matrix + k * D + k, matrix + pivot * D + k, D - k);
+      exchange(vectors + k * width, vectors + pivot * width, width);
     }
     const double inverse = 1.0 / matrix[k * D + k];
     for (int64_t r = k + 1; r < D; r++) {
-      const double factor = matrix[r * D + k] * inverse;
+      const double factor = -matrix[r * D + k] * inverse;
       if (factor == 0.0) continue;
-      subtract(matrix + r * D, factor, matrix + k * D, k / kWide * kWide, D);
-      subtract(vectors + r * width, factor, vectors + k * width, 0, width);
+      add_scaled(matrix + r * D, factor, matrix + k * D, k / kWide * kWide, D);
+      add_scaled(vectors + r * width, factor, vectors + k * width, 0, width);
     }
   }
   for (int64_t k = D - 1; k >= 0; k--) {
     double* own = vectors + k * width;
     const double inverse = 1.0 / matrix[k * D + k];
     for (int64_t i = 0; i < width; i += kWide) at(own + i) *= inverse;
-    for (int64_t r = 0; r < k; r++) subtract(vectors + r * width, matrix[r * D + k], own, 0, width);
+    for (int64_t r = 0; r < k; r++) add_scaled(vectors + r * width, -matrix[r * D + k], own, 0, width);
   }
   for (int64_t i = 0; i < n; i++)
     for (int64_t d = 0; d < D; d++) out[i * call.out_stride + d] = static_cast<float>(vectors[d * width + i]);
