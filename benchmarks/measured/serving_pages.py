@@ -127,11 +127,12 @@ def page() -> Page:
             ),
             Section(
                 "A thousand requests",
-                "Two threads of Zen 5, and one of a Xeon for `amx`; float32, 8 to 200 prompt tokens, 4 to 48 new ones, "
+                "Two threads of Zen 5, one of a Xeon for `amx`, and two of Zen 4 for `kivi` with `avx512bf16`, beside "
+                "other work; float32, 8 to 200 prompt tokens, 4 to 48 new ones, "
                 "48 at once; a third share a beginning, a tenth are repeated, 100 are closed early, and the server is "
                 "killed and started again. At a tie two tokens' logits differ by less than 0.01. Kernels with "
                 "`avx512bf16` round products of few queries to bfloat16, so how prompts are cut changes their logits "
-                "by up to 0.03.",
+                "by up to 0.14.",
                 made["robust"], FILES[3:], command.format("robust --recipe turboquant:bits=4"),
             ),
             Section(
