@@ -1,7 +1,7 @@
 // Products with a basis, compiled once per instruction set.
 #include "basis_rows.h"
 #include "build.h"
-#include "doubles.h"
+#include "inverse.h"
 
 namespace tersekv {
 namespace {  // internal to each build
@@ -58,55 +58,33 @@ void multiply_head(const BasisProduct& call, int64_t task) {
   }
 }
 
-// Components of some vectors of a head, by Gauss's elimination with row pivots in float64. Each vector is a column, so
-// that its result does not depend on the others.
+// Components of some vectors of a head, in float64; NaN if the rows have no inverse.
 void invert_head(const BasisProduct& call, int64_t task) {
   const int64_t D = call.D, parts = ceil_div(call.R, kSolvedAtOnce), head = task / parts;
   const int64_t first = task % parts * kSolvedAtOnce;
-  const int64_t n = call.R - first < kSolvedAtOnce ? call.R - first : kSolvedAtOnce, width = round_up(n, kWide);
+  const int64_t n = call.R - first < kSolvedAtOnce ? call.R - first : kSolvedAtOnce;
   const int64_t b = head / call.H, h = head % call.H;
   const HeadMatrix& of = call.matrix;
-  const float* x = call.x + (head * call.R + first) * call.x_stride;
-  float* out = call.out + (head * call.R + first) * call.out_stride;
   const uint8_t* codes = of.codes + b * of.codes_b + h * of.codes_h;
   reset_scratch();
-  auto* matrix = scratch_of<double>(D * D);       // [channel, component]
-  auto* vectors = scratch_of<double>(D * width);  // [channel, vector], then [component, vector]
-  for (int64_t d = 0; d < D; d++)
-    for (int64_t c = 0; c < D; c += kLanes) {
-      float entries[kLanes];
-      unpack(codes + (d * D + c) * 3 / 4, entries);
-      for (int i = 0; i < kLanes; i++) matrix[(c + i) * D + d] = static_cast<double>(entries[i]);
-    }
-  for (int64_t c = 0; c < D; c++) {
-    const double channel = channel_of(of, b, h, c);
-    for (int64_t i = 0; i < width; i++)
-      vectors[c * width + i] = i < n ? static_cast<double>(x[i * call.x_stride + c]) / channel : 0.0;
+  auto *rows = scratch_of<double>(D * D), *vector = scratch_of<double>(D), *made = scratch_of<double>(D);
+  for (int64_t i = 0; i < D * D; i += kLanes) {
+    float entries[kLanes];
+    unpack(codes + i * 3 / 4, entries);
+    for (int k = 0; k < kLanes; k++) rows[i + k] = static_cast<double>(entries[k]);
   }
-  for (int64_t k = 0; k < D; k++) {
-    int64_t pivot = k;
-    for (int64_t r = k + 1; r < D; r++)
-      if (__builtin_fabs(matrix[r * D + k]) > __builtin_fabs(matrix[pivot * D + k])) pivot = r;
-    if (pivot != k) {
-      exchange(matrix + k * D + k, matrix + pivot * D + k, D - k);
-      exchange(vectors + k * width, vectors + pivot * width, width);
+  if (!invert(rows, D))
+    for (int64_t i = 0; i < D * D; i++) rows[i] = __builtin_nan("");
+  for (int64_t i = 0; i < n; i++) {
+    const float* x = call.x + (head * call.R + first + i) * call.x_stride;
+    float* out = call.out + (head * call.R + first + i) * call.out_stride;
+    for (int64_t c = 0; c < D; c++) {
+      vector[c] = static_cast<double>(x[c]) / channel_of(of, b, h, c);
+      made[c] = 0.0;
     }
-    const double inverse = 1.0 / matrix[k * D + k];
-    for (int64_t r = k + 1; r < D; r++) {
-      const double factor = -matrix[r * D + k] * inverse;
-      if (factor == 0.0) continue;
-      add_scaled(matrix + r * D, factor, matrix + k * D, k / kWide * kWide, D);
-      add_scaled(vectors + r * width, factor, vectors + k * width, 0, width);
-    }
+    add_rows(made, vector, rows, D, 0, D);
+    for (int64_t d = 0; d < D; d++) out[d] = static_cast<float>(made[d]);
   }
-  for (int64_t k = D - 1; k >= 0; k--) {
-    double* own = vectors + k * width;
-    const double inverse = 1.0 / matrix[k * D + k];
-    for (int64_t i = 0; i < width; i += kWide) at(own + i) *= inverse;
-    for (int64_t r = 0; r < k; r++) add_scaled(vectors + r * width, -matrix[r * D + k], own, 0, width);
-  }
-  for (int64_t i = 0; i < n; i++)
-    for (int64_t d = 0; d < D; d++) out[i * call.out_stride + d] = static_cast<float>(vectors[d * width + i]);
 }
 
 }  // namespace

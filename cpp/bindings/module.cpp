@@ -22,6 +22,7 @@ void define_trellis_views(nb::module_& m);    // operands_trellis.cpp
 void define_attention(nb::module_& m);        // module_attend.cpp
 void define_grid_encoders(nb::module_& m);    // module_grid.cpp
 void define_vector_encoders(nb::module_& m);  // module_vectors.cpp
+void define_fits(nb::module_& m);             // module_fit.cpp
 void define_tokens(nb::module_& m);           // module_tokens.cpp
 void define_merge(nb::module_& m);            // module_merge.cpp
 
@@ -215,6 +216,7 @@ NB_MODULE(_native, m) {
   m.def("basis_components", &py_basis_components);
   define_grid_encoders(m);
   define_vector_encoders(m);
+  define_fits(m);
   define_tokens(m);
   define_merge(m);
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");

@@ -4,6 +4,8 @@
 
 #include "doubles.h"
 #include "encoders.h"
+#include "inverse.h"
+#include "native_vectors.h"
 #include "symmetric.h"
 #include "unroll.h"
 
@@ -15,11 +17,7 @@ using HalfFloats = float __attribute__((vector_size(4 * kWide), aligned(4), may_
 // Tokens whose products are summed in float32.
 constexpr int64_t kSummedAtOnce = 128;
 // Rows of a tile of products whose sums fit into registers.
-#if defined(__AVX512F__)
-constexpr int kSummedRows = 8;
-#else
-constexpr int kSummedRows = 4;
-#endif
+constexpr int kSummedRows = kVectorBytes == 64 ? 8 : 4;
 
 // to[0, 16) += sums.
 [[gnu::always_inline]] inline void add_floats(double* to, Floats sums) {

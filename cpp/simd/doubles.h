@@ -43,6 +43,8 @@ inline void add_rows(double* to, const double* factors, const double* from, int6
   for (; r < rows; r++, from += n) add_scaled(to, factors[r], from, first, n);
 }
 
+inline double root(double x) { return __builtin_sqrt(x); }
+
 inline void exchange(double* a, double* b, int64_t n) {
   for (int64_t i = 0; i < n; i++) {
     const double kept = a[i];

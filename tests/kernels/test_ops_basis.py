@@ -19,7 +19,7 @@ from tersekv.kernels.basis import (
     within,
 )
 from tersekv.kernels.cpu import attend as cpu_attend
-from tersekv.kernels.cpu import encode as cpu_encode
+from tersekv.kernels.cpu import fit as cpu_fit
 from tersekv.kernels.registry import NotTaken
 from tersekv.kernels.weighted_sums import weighted_sums
 from test_ops_parity import isa, one_thread, pytestmark, two_threads  # noqa: F401
@@ -113,11 +113,11 @@ def test_sizes_that_do_not_agree(wrong):
 @pytest.mark.parametrize(("B", "H", "T", "D"), [(1, 3, 1, 16), (2, 1, 127, 48), (1, 2, 300, 64), (1, 1, 257, 128)])
 def test_weighted_sums(isa, B, H, T, D):  # noqa: F811
     x, weights = torch.randn(B, H, T + 3, D)[:, :, 3:], torch.rand(B, H, T)
-    found, expected = cpu_encode.weighted_sums(x, weights), weighted_sums.reference(x.double(), weights.double())
+    found, expected = cpu_fit.weighted_sums(x, weights), weighted_sums.reference(x.double(), weights.double())
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5 * float(theirs.abs().max()))
     assert torch.equal(found[1], found[1].mT)
-    assert "not a multiple of 16" in why_not(cpu_encode.weighted_sums, x[..., :9], weights)
+    assert "not a multiple of 16" in why_not(cpu_fit.weighted_sums, x[..., :9], weights)
 
 
 def covariances(B, H, D, tokens, seed=0):
@@ -137,7 +137,7 @@ def test_fitted_bases(isa, B, H, D, tokens, whole):  # noqa: F811
     if whole:
         queries = torch.randn(B, H, 3, D, generator=torch.Generator().manual_seed(D), dtype=torch.float64)
         metric = metric.diag_embed() + queries.mT @ queries
-    found, expected = cpu_encode.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
+    found, expected = cpu_fit.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
     assert [(x.shape, x.dtype) for x in found] == [(x.shape, x.dtype) for x in expected]
     assert torch.equal(found.channels, expected.channels)
     rows = unpacked_basis(found.basis, found.channels)
@@ -158,13 +158,13 @@ def test_bases_of_special_covariances(isa, monkeypatch):  # noqa: F811
     covariance[:, 1] = 0
     covariance[:, 2] *= 1e-200
     metric[:, 3, :5] *= 1e-14
-    found, expected = cpu_encode.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
+    found, expected = cpu_fit.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
     assert not found.variance[:, 1].any()
     assert not inverses(unpacked_basis(found.basis, found.channels))[1].any()
     ours, theirs = ((x.variance * x.weight).sum(-1) for x in (found, expected))
     torch.testing.assert_close(ours, theirs, rtol=2e-3, atol=0)
     monkeypatch.setattr(basis, "MOST_CONDITION", 0.1)  # as if rounding had made rows dependent
-    found, expected = cpu_encode.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
+    found, expected = cpu_fit.fitted_basis(covariance, metric), fitted_basis.reference(covariance, metric)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0)
 
@@ -173,7 +173,7 @@ def test_bases_of_variances_that_fall_to_nothing(isa):  # noqa: F811
     """An eigenvector that is not found would leave the channels as they are, which costs more."""
     vectors = torch.linalg.qr(torch.randn(1, 20, 64, 64, dtype=torch.float64))[0]
     covariance = vectors @ torch.logspace(0, -60, 64, dtype=torch.float64).diag() @ vectors.mT
-    found = cpu_encode.fitted_basis(covariance, torch.ones(1, 20, 64).double())
+    found = cpu_fit.fitted_basis(covariance, torch.ones(1, 20, 64).double())
     loss = found.variance * found.weight
     assert (loss[..., 20:].sum(-1) < 0.01 * loss.sum(-1)).all()
 
@@ -181,20 +181,20 @@ def test_bases_of_variances_that_fall_to_nothing(isa):  # noqa: F811
 def test_other_strides_and_shared_metrics():
     covariance, metric = covariances(2, 3, 32, 400)
     metric = metric[:1].mT.contiguous().mT
-    found, expected = (cpu_encode.fitted_basis(covariance, x) for x in (metric, metric.expand(2, 3, 32).contiguous()))
+    found, expected = (cpu_fit.fitted_basis(covariance, x) for x in (metric, metric.expand(2, 3, 32).contiguous()))
     for ours, theirs in zip(found, expected, strict=True):
         assert torch.equal(ours, theirs)
     x, weights = torch.randn(2, 3, 40, 32), torch.rand(1, 1, 40)
-    found, expected = cpu_encode.weighted_sums(x, weights), weighted_sums.reference(x, weights)
+    found, expected = cpu_fit.weighted_sums(x, weights), weighted_sums.reference(x, weights)
     torch.testing.assert_close(found[1], expected[1], rtol=1e-5, atol=1e-4)
 
 
 def test_bases_that_the_kernel_leaves_to_the_reference():
     covariance, metric = covariances(1, 2, 32, 400)
-    assert "not a multiple of 16" in why_not(cpu_encode.fitted_basis, covariance[..., :8, :8], metric[..., :8])
+    assert "not a multiple of 16" in why_not(cpu_fit.fitted_basis, covariance[..., :8, :8], metric[..., :8])
     for wrong in (torch.nan, torch.inf):
         covariance[0, 1, 3, 3] = wrong
-        assert "not finite" in why_not(cpu_encode.fitted_basis, covariance, metric)
+        assert "not finite" in why_not(cpu_fit.fitted_basis, covariance, metric)
     whole = fitted_basis.reference(*(x[:, :1] for x in (covariance, metric.diag_embed())))
     diagonal = fitted_basis.reference(*(x[:, :1] for x in (covariance, metric)))
     torch.testing.assert_close(whole.variance * whole.weight, diagonal.variance * diagonal.weight, rtol=1e-2, atol=0)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from native_calls import why_not
-from tersekv.kernels.cpu import encode
+from tersekv.kernels.cpu import fit
 from tersekv.kernels.observed_loss import observed_loss
 from test_ops_parity import isa, one_thread, pytestmark, two_threads  # noqa: F401
 
@@ -18,7 +18,7 @@ def drawn(B, H, G, q, T, D, Dv, seed=0):
 
 def check(call):
     found, expected = (
-        encode.observed_loss(*call),
+        fit.observed_loss(*call),
         observed_loss.reference(
             *(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in call)
         ),
@@ -47,7 +47,7 @@ def test_a_position_that_sees_nothing_shows_nothing(isa):  # noqa: F811
     query, keys, values, mask, counts, *rest = drawn(1, 2, 2, 3, 40, 16, 16)
     mask[:, 1] = False
     check((query, keys, values, mask, counts, *rest))
-    shares = encode.observed_loss(query, keys, values, mask, counts, *rest)[2]
+    shares = fit.observed_loss(query, keys, values, mask, counts, *rest)[2]
     assert not shares[..., 1::3].any()
     assert shares[..., ::3].all()
 
@@ -55,7 +55,7 @@ def test_a_position_that_sees_nothing_shows_nothing(isa):  # noqa: F811
 def test_equal_values_lose_nothing(isa):  # noqa: F811
     """|v − o|² is not negative where it is rounded."""
     query, keys, values, *rest = drawn(1, 1, 2, 4, 50, 16, 16)
-    of_keys, of_values, _ = encode.observed_loss(query, keys, torch.full_like(values, 7.7), *rest)
+    of_keys, of_values, _ = fit.observed_loss(query, keys, torch.full_like(values, 7.7), *rest)
     assert (of_keys >= 0).all()
     assert of_keys.amax() < 1e-3 * of_values.amax()
 
@@ -63,8 +63,8 @@ def test_equal_values_lose_nothing(isa):  # noqa: F811
 def test_masks_of_the_last_tokens(isa):  # noqa: F811
     query, keys, values, mask, *rest = drawn(1, 2, 2, 3, 40, 16, 16)
     mask[..., :30] = True
-    whole = encode.observed_loss(query, keys, values, mask, *rest)
-    for ours, theirs in zip(encode.observed_loss(query, keys, values, mask[..., 30:], *rest), whole, strict=True):
+    whole = fit.observed_loss(query, keys, values, mask, *rest)
+    for ours, theirs in zip(fit.observed_loss(query, keys, values, mask[..., 30:], *rest), whole, strict=True):
         assert torch.equal(ours, theirs)
     check((query, keys, values, mask[..., 30:], *rest))
     check((query, keys, values, mask[..., 40:], *rest))
@@ -72,8 +72,8 @@ def test_masks_of_the_last_tokens(isa):  # noqa: F811
 
 def test_heads_that_the_kernel_leaves_to_the_reference():
     query, keys, values, *rest = drawn(1, 2, 2, 3, 40, 24, 24)
-    assert "not a multiple of 16" in why_not(encode.observed_loss, query, keys, values, *rest)
+    assert "not a multiple of 16" in why_not(fit.observed_loss, query, keys, values, *rest)
     empty = (query[..., :16], keys[:, :, :0, :16], values[:, :, :0, :16], rest[0][..., :0], rest[1][:, :0], *rest[2:])
-    assert "no tokens" in why_not(encode.observed_loss, *empty)
+    assert "no tokens" in why_not(fit.observed_loss, *empty)
     with pytest.raises(ValueError, match="positions that divide"):
-        encode.observed_loss(query[:, :, :5, :16], keys[..., :16], values[..., :16], *rest)
+        fit.observed_loss(query[:, :, :5, :16], keys[..., :16], values[..., :16], *rest)

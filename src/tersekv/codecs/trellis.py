@@ -40,7 +40,7 @@ from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
 from tersekv.codecs.common.search import ByHead, searched
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.kernels.basis import inverses, unpacked_basis
+from tersekv.kernels.basis import inverses, unpacked_basis, within
 from tersekv.kernels.trellis import largest_gain
 from tersekv.kernels.trellis_search import MOST_BITS, STATES
 from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
@@ -48,7 +48,7 @@ from tersekv.layouts.basis import InBasis
 from tersekv.layouts.mean_removed import Biased
 from tersekv.layouts.trellis import WORD_BITS, TrellisView, trellis_layout
 from tersekv.tensors import TensorSpec
-from tersekv.transforms.klt import SHRINK, scales, shrunk, stored, within
+from tersekv.transforms.klt import SHRINK, scales, shrunk, stored
 from tersekv.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.transforms.rotation import random_rotation
 

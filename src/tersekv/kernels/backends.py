@@ -19,6 +19,7 @@ from tersekv.kernels.basis import basis_product as basis_product
 from tersekv.kernels.basis import fitted_basis as fitted_basis
 from tersekv.kernels.cpu import attend as cpu_attend  # registers its kernels
 from tersekv.kernels.cpu import encode as cpu_encode  # noqa: F401 (registers its kernels)
+from tersekv.kernels.cpu import fit as cpu_fit  # noqa: F401 (registers its kernels)
 from tersekv.kernels.decode import decode as decode
 from tersekv.kernels.encode_grid import encode_grid as encode_grid
 from tersekv.kernels.encode_grid import group_ranges as group_ranges

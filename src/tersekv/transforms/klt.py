@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tersekv.kernels.basis import diagonal_of
 from tersekv.kernels.basis import roots as roots
-from tersekv.kernels.basis import within as within
 
 SHRINK = {"corpus": 0.1, "prompt": 0.55}
 """Share of its mean that replaces a part of an estimated metric, by calibration.
@@ -22,11 +22,10 @@ def shrunk(moment: Tensor, share: float) -> Tensor:
 
     share: of the mean, see `SHRINK`.
     """
-    if moment.dim() == 3:
-        mean = moment.mean(-1, keepdim=True)
-        return torch.where(mean > 0, (1 - share) * moment + share * mean, torch.finfo(torch.float32).tiny)
-    one = torch.eye(moment.shape[-1], dtype=moment.dtype, device=moment.device)
-    mean = moment.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None]
+    diagonal = diagonal_of(moment)
+    mean, one = diagonal.mean(-1, keepdim=True), torch.ones_like(diagonal)
+    if moment.dim() == 4:
+        mean, one = mean.unsqueeze(-1), one.diag_embed()
     return torch.where(mean > 0, (1 - share) * moment + share * mean * one, one * torch.finfo(torch.float32).tiny)
 
 

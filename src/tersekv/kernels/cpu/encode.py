@@ -8,13 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tersekv.kernels import basis, cpu, lanes, rotate, trellis
+from tersekv.kernels import cpu, lanes, rotate, trellis
 from tersekv.kernels import encode_grid as grid
 from tersekv.kernels import encode_polar as polar
 from tersekv.kernels import encode_signs as signs
-from tersekv.kernels import observed_loss as observed
-from tersekv.kernels import weighted_sums as sums
-from tersekv.kernels.basis import FittedBasis
 from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.encode_polar import stream_offsets
 from tersekv.kernels.lanes import packed_shape
@@ -199,63 +196,6 @@ def pack_vectors(
         enough.float().contiguous(), stream, gain, length, threads(),
     )  # fmt: skip
     return stream, gain, length
-
-
-@sums.weighted_sums.by("cpu")
-def weighted_sums(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """See `kernels/weighted_sums.py`: x float32 [B, H, T, D] to float64 [B, H, D] and [B, H, D, D]."""
-    B, H, _, D = x.shape
-    total = x.new_empty((B, H, D), dtype=torch.float64)
-    squares = x.new_empty((B, H, D, D), dtype=torch.float64)
-    weights = weights.float().expand(x.shape[:3]).contiguous()
-    cpu.loaded().weighted_sums(
-        x.contiguous().flatten(0, 1), weights.flatten(0, 1), total.flatten(0, 1),
-        squares.flatten(0, 1), threads(),
-    )  # fmt: skip
-    return total, squares
-
-
-@observed.observed_loss.by("cpu")
-def observed_loss(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    mask: Tensor,
-    counts: Tensor,
-    scaling: float,
-    softcap: float | None,
-    sinks: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """See `kernels/observed_loss.py`. Rows are observed in blocks, whose sums are added here."""
-    (B, H, R, _), T, native = query.shape, keys.shape[2], cpu.loaded()
-    if not query.numel() or not T:
-        raise NotTaken("there are no rows or no tokens")
-    if mask.shape[2] < T:
-        mask = torch.nn.functional.pad(mask, (T - mask.shape[2], 0), value=True)
-    blocks = -(-R // native.observed_rows(T))
-    of_keys, of_values = keys.new_empty((B * H, blocks, T)), keys.new_empty((B * H, blocks, T))
-    shares = query.new_empty((B, H, R))
-    tokens = (x.contiguous().flatten(0, 1) for x in (query, keys, values))
-    native.observed_loss(
-        *tokens, mask.contiguous(), counts.float().contiguous(), None if sinks is None else sinks.contiguous(), H,
-        scaling, softcap or 0.0, of_keys, of_values, shares.flatten(0, 1), threads(),
-    )  # fmt: skip
-    return of_keys.sum(1).view(B, H, T), of_values.sum(1).view(B, H, T), shares
-
-
-@basis.fitted_basis.by("cpu")
-def fitted_basis(covariance: Tensor, metric: Tensor) -> FittedBasis:
-    """See `kernels/basis.py`."""
-    B, H, D, _ = covariance.shape
-    metric = metric.expand(B, *metric.shape[1:]).contiguous()
-    channels = basis.stored_channels(basis.diagonal_of(metric).rsqrt()).contiguous()
-    codes = covariance.new_empty((B * H, 3 * D**2 // 4), dtype=torch.uint8)
-    variance, weight = covariance.new_empty((B, H, D)), covariance.new_empty((B, H, D))
-    cpu.loaded().fitted_basis(
-        covariance.contiguous().flatten(0, 1), metric.flatten(0, 1), channels.double().flatten(0, 1),
-        basis.MOST_CONDITION, codes, variance.flatten(0, 1), weight.flatten(0, 1), threads(),
-    )  # fmt: skip
-    return FittedBasis(codes.view(B, H, -1), channels, variance, weight)
 
 
 def _trellis_call(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
