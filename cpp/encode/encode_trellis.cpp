@@ -4,19 +4,16 @@
 #include <array>
 #include <cmath>
 #include <memory>
-#include <mutex>
-#include <numeric>
 #include <vector>
 
 #include "isa.h"
 #include "pool.h"
+#include "trellis_near.h"
 
 namespace tersekv {
 namespace {
 
 constexpr double kNsPerStep = 5.0;  // rough value, with AVX-512
-constexpr int kAllBins = 2 * kTrellisBins + 1;
-
 struct SearchTasks {
   const EncodeTrellis& call;
   decltype(Kernels::encode_trellis) encode;
@@ -30,7 +27,7 @@ struct SearchTasks {
 
 int shift_of(int bits) { return bits > 4 ? bits - 4 : 0; }
 
-// Scale tables to kTrellisLargest. Return the largest absolute value of each.
+// Scale codebooks to kTrellisLargest, states in reverse. Return the largest absolute value of each.
 std::array<float, kTrellisRates> scale_tables(const float* tables, int16_t* scaled) {
   std::array<float, kTrellisRates> most{};
   for (int rate = 0; rate < kTrellisRates; rate++) {
@@ -44,95 +41,93 @@ std::array<float, kTrellisRates> scale_tables(const float* tables, int16_t* scal
   return most;
 }
 
-struct alignas(64) Line {
-  int16_t lane[32];
+// The codebooks of a call in units of costs.
+struct Codebooks {
+  alignas(64) int16_t scaled[kTrellisRates * kTrellisStates];
+  std::array<float, kTrellisRates> most;
+  std::shared_ptr<NearTables> near;
+
+  explicit Codebooks(const float* entries) : most(scale_tables(entries, scaled)), near(near_tables(scaled)) {}
 };
 
-// Near entries and marks of all bins, by rate; see near_entries in kernels/trellis_search.py.
-struct NearTables {
-  std::vector<int16_t> scaled;  // tables they were made from
-  std::vector<Line> rate[kTrellisRates];
-
-  explicit NearTables(const int16_t* tables) : scaled(tables, tables + kTrellisRates * kTrellisStates) {
-    for (int bits = kTrellisLeastNear; bits <= kTrellisMostNear; bits++) {
-      if (has_equal(bits)) continue;
-      rate[bits].resize(kAllBins * 2 * near_count(bits) / 32);
-      for (int bin = 0; bin < kAllBins; bin++)
-        for (int group = 0; group < kTrellisStates >> bits; group++) fill(bits, bin, group);
-    }
+// The rows of a call.
+class Rows {
+ public:
+  Rows(const EncodeTrellis& call, const Codebooks& books)
+      : columns_(round_up(call.D, kLanes)),
+        components_(call.R * call.D),
+        floats_(5 * call.R * columns_),
+        places_(call.R * columns_),
+        newest_(call.R * columns_ / 8) {
+    for (int64_t row = 0; row < call.R; row++) rows_.push_back(made(call, row, books));
   }
+  const TrellisRow* data() const { return rows_.data(); }
 
-  int entry(int bits, int window) const { return scaled[bits * kTrellisStates + kReversed[window]]; }
+ private:
+  TrellisRow made(const EncodeTrellis& call, int64_t row, const Codebooks& books);
 
-  // True if three entries of any group are equal.
-  bool has_equal(int bits) const {
-    const int members = 1 << bits;
-    std::array<int, kTrellisStates> sorted;
-    for (int group = 0; group < kTrellisStates; group += members) {
-      for (int i = 0; i < members; i++) sorted[i] = entry(bits, group | i);
-      std::sort(sorted.begin(), sorted.begin() + members);
-      for (int i = 2; i < members; i++)
-        if (sorted[i] == sorted[i - 2]) return true;
-    }
-    return false;
-  }
-
-  void fill(int bits, int bin, int group) {
-    const int members = 1 << bits, groups = kTrellisStates >> bits, middle = (bin - kTrellisBins) * kTrellisLargest;
-    std::array<int, kTrellisStates> order;
-    std::iota(order.begin(), order.begin() + members, 0);
-    const auto nearer = [&](int a, int b) {
-      const int of_a = std::abs(entry(bits, group << bits | a) * kTrellisBins - middle);
-      const int of_b = std::abs(entry(bits, group << bits | b) * kTrellisBins - middle);
-      return of_a != of_b ? of_a < of_b : a < b;
-    };
-    std::partial_sort(order.begin(), order.begin() + kTrellisNear, order.begin() + members, nearer);
-    std::sort(order.begin(), order.begin() + kTrellisNear);
-    std::swap(order[1], order[2]);  // the first two are compared with the last two, so that the lowest wins ties
-    int16_t* to = rate[bits][bin * 2 * near_count(bits) / 32].lane;
-    for (int i = 0; i < kTrellisNear; i++) {
-      const int reversed = kReversed[group << bits | order[i]], own = reversed & (groups - 1);
-      to[i * groups + own] = static_cast<int16_t>(entry(bits, group << bits | order[i]));
-      to[near_count(bits) + i * groups + own] = static_cast<int16_t>((reversed - own) << 8 | reversed >> bits);
-    }
-  }
+  int64_t columns_;
+  std::vector<TrellisRow> rows_;
+  std::vector<Component> components_;
+  std::vector<float> floats_;
+  std::vector<int32_t> places_;
+  std::vector<uint64_t> newest_;
 };
 
-// Return the near tables of scaled tables. All calls mostly have the same tables.
-std::shared_ptr<const NearTables> near_tables(const int16_t* scaled) {
-  static std::mutex mutex;
-  static std::shared_ptr<const NearTables> last;
-  const std::lock_guard<std::mutex> lock(mutex);
-  if (!last || !std::equal(last->scaled.begin(), last->scaled.end(), scaled))
-    last = std::make_shared<const NearTables>(scaled);
-  return last;
-}
-
-// Compute the units of a row, as cost_units in kernels/trellis_search.py does.
-void find_units(const EncodeTrellis& call, int64_t row, const std::array<float, kTrellisRates>& most,
-                TrellisUnit* units) {
-  const float* weight = call.weight + row * call.D;
-  const uint8_t* bits = call.bits + row * call.D;
+// Return the expected error of the component that has the typical cost.
+float middle_error(const float* weight, const uint8_t* bits, int64_t D) {
   std::vector<float> expected;
-  for (int64_t d = 0; d < call.D; d++) {
+  for (int64_t d = 0; d < D; d++) {
     const float error = std::ldexp(weight[d], -2 * bits[d]);
     if (bits[d] && error > 0) expected.push_back(error);
   }
-  float middle = 1.0f;
-  if (!expected.empty()) {
-    const auto at = expected.begin() + (static_cast<int64_t>(expected.size()) - 1) / 2;
-    std::nth_element(expected.begin(), at, expected.end());
-    middle = *at;
-  }
+  if (expected.empty()) return 1.0f;
+  const auto at = expected.begin() + (static_cast<int64_t>(expected.size()) - 1) / 2;
+  std::nth_element(expected.begin(), at, expected.end());
+  return *at;
+}
+
+// Units are those of cost_units in kernels/trellis_search.py.
+TrellisRow Rows::made(const EncodeTrellis& call, int64_t row, const Codebooks& books) {
+  const float* weight = call.weight + row * call.D;
+  const uint8_t* bits = call.bits + row * call.D;
+  Component* components = components_.data() + row * call.D;
+  float *unit = floats_.data() + 5 * row * columns_, *limit = unit + columns_, *per_bin = limit + columns_,
+        *weights = per_bin + columns_, *reach = weights + columns_;
+  int32_t* places = places_.data() + row * columns_;
+  uint64_t* newest = newest_.data() + row * columns_ / 8;
+  TrellisRow out{components, 0, 0, unit, limit, per_bin, weights, reach, places, newest};
+  const float middle = middle_error(weight, bits, call.D), largest = static_cast<float>(kTrellisLargest);
+  int brought = 0;
+  float expected = 0.0f;
   for (int64_t d = 0; d < call.D; d++) {
-    const float scale = std::ldexp(1.0f, -shift_of(bits[d])), largest = static_cast<float>(kTrellisLargest);
-    const float unit = 256.0f * std::sqrt(kTrellisTypicalCost * weight[d] / middle) * scale;
-    const float product = unit * most[bits[d]];
+    const int own = bits[d];
+    if (own == 0) continue;
+    const int64_t a = out.count++;
+    const float scale = std::ldexp(1.0f, -shift_of(own)), most = books.most[own];
+    const float product = 256.0f * std::sqrt(kTrellisTypicalCost * weight[d] / middle) * scale * most;
     const float factor = product < largest ? std::nearbyint(product) : largest;
-    const float exact = factor / most[bits[d]], margin = 256.0f * std::sqrt(kTrellisMargin) * scale;
-    const float limit = std::nearbyint(factor + std::min(margin, exact));
-    units[d] = {exact, std::min(limit, largest), static_cast<int>(factor)};
+    const float margin = 256.0f * std::sqrt(kTrellisMargin) * scale;
+    unit[a] = factor / most;
+    limit[a] = std::min(std::nearbyint(factor + std::min(margin, unit[a])), largest);
+    per_bin[a] = static_cast<float>(kTrellisBins) / std::max(factor, 1.0f);
+    weights[a] = weight[d];
+    places[a] = own * kTrellisStates;
+    newest[a / 8] |= static_cast<uint64_t>(0xff << (8 - own) & 0xff) << a % 8 * 8;
+    components[a] = {books.scaled + own * kTrellisStates, nullptr, own, 0, brought, static_cast<int>(factor), 0, d};
+    brought += own;
+    expected += weight[d] / static_cast<float>(1 << 2 * own);
   }
+  for (int64_t a = 0; a < out.count; a++) {
+    Component& c = components[a];
+    c.next = components[a + 1 < out.count ? a + 1 : 0].bits;
+    if (c.factor >= kTrellisLeastFactor) c.near = books.near->get(c.bits, c.next);
+    c.place = static_cast<int>(out.choices);
+    out.choices += std::max(32, kTrellisStates >> c.next);
+    const float end = books.most[c.bits], product = weights[a] * end, sum = product * end + expected;
+    reach[a] = product / (sum > 1e-30f ? sum : 1e-30f);
+  }
+  return out;
 }
 
 }  // namespace
@@ -147,19 +142,22 @@ const float* trellis_gains() {
   return made.data();
 }
 
+const double* trellis_gain_bounds() {
+  static const std::array<double, kGainSteps> made = [] {
+    std::array<double, kGainSteps> bounds{};
+    for (int i = 0; i < kGainSteps; i++) bounds[i] = std::exp2((i + 0.5) / kGainSteps);
+    return bounds;
+  }();
+  return made.data();
+}
+
 void encode_trellis(EncodeTrellis call, int threads) {
   if (call.R * call.n * call.D == 0) return;
-  alignas(64) int16_t scaled[kTrellisRates * kTrellisStates];
-  const auto most = scale_tables(call.entries, scaled);
-  std::vector<TrellisUnit> units(call.R * call.D);
-  for (int64_t row = 0; row < call.R; row++) find_units(call, row, most, units.data() + row * call.D);
-  const auto near = near_tables(scaled);
-  for (int rate = 0; rate < kTrellisRates; rate++)
-    call.near[rate] = near->rate[rate].empty() ? nullptr : near->rate[rate][0].lane;
+  const Codebooks books(call.entries);
+  const Rows rows(call, books);
   call.gains = trellis_gains();
-  call.scaled = scaled;
-  call.units = units.data();
-  call.ends = most.data();
+  call.bounds = trellis_gain_bounds();
+  call.rows = rows.data();
   const SearchTasks tasks{call, current().encode_trellis, ceil_div(call.n, kTrellisTask)};
   const double steps = static_cast<double>(call.R * call.n * (1 + call.tries)) *
                        (1.3 * static_cast<double>(call.D));  // a third is searched twice

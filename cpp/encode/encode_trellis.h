@@ -3,6 +3,8 @@
 
 #include <array>
 
+#include <array>
+
 #include "contract.h"
 
 namespace tersekv {
@@ -11,25 +13,42 @@ namespace tersekv {
 constexpr int64_t kTrellisWarmUpBits = 48, kTrellisLookAheadBits = 40, kTrellisRenormalise = 16;
 constexpr float kTrellisTypicalCost = 3.0f, kTrellisMargin = 4096.0f;
 constexpr int kTrellisLargest = 32767;
-constexpr int kTrellisNear = 4, kTrellisLeastNear = 3, kTrellisMostNear = 6;  // NEAR, NEAR_RATES
+constexpr int kTrellisLeastNear = 3;  // bits of components that take near entries only, and of those after them
 constexpr int kTrellisBins = 63, kTrellisLeastFactor = 2048;
 constexpr int kGainSteps = 16, kUnitGain = 144;  // steps per factor of two, and the code of gain 1
 
-constexpr int64_t kTrellisTask = 8;  // vectors that one task encodes
+constexpr int64_t kTrellisTask = 16;  // vectors that one task encodes
 
-constexpr bool has_near(int bits) { return bits >= kTrellisLeastNear && bits <= kTrellisMostNear; }
+// Near entries of a group before a component of `next` bits, see near_count in kernels/trellis_search.py.
+constexpr int near_count(int next) { return next < 6 ? 4 : 1 << (next - 3); }
 
-// Number of near entries of one bin at a rate: kTrellisNear of each group, at least 32 in all. As many
-// marks follow them, see trellis_search.h. Entry i of group g is at place i * groups + g.
-constexpr int near_count(int bits) {
-  const int all = kTrellisNear * (kTrellisStates >> bits);
-  return all < 32 ? 32 : all;
-}
+// Near entries of one bin. As many marks follow them, see trellis_search.h.
+constexpr int near_lanes(int next) { return near_count(next) * (kTrellisStates >> next); }
 
-// Units of a component's costs, see cost_units in kernels/trellis_search.py.
-struct TrellisUnit {
-  float unit, limit;
-  int factor;
+// A component with at least one bit.
+struct Component {
+  const int16_t* entries;  // scaled codebook, states in reverse
+  const int16_t* near;     // near entries and marks of each bin; null where all entries are taken
+  int bits, next;          // next: bits of the component after it in the ring
+  int brought;             // bits of the components before it
+  int factor;              // of its entries
+  int place;               // of its choices
+  int64_t d;
+};
+
+// The components of a row that have bits, and of each one what vectors of floats are computed with. There are zeros
+// after these up to a multiple of 16.
+struct TrellisRow {
+  const Component* components = nullptr;
+  int64_t count = 0;
+  int64_t choices = 0;           // of a vector
+  const float* unit = nullptr;   // factor of a component in units of costs
+  const float* limit = nullptr;  // largest absolute value in these
+  const float* per_bin = nullptr;
+  const float* weight = nullptr;
+  const float* reach = nullptr;      // see first_gains in kernels/trellis.py
+  const int32_t* tables = nullptr;   // place of the component's codebook among all entries
+  const uint64_t* newest = nullptr;  // newest bits of eight windows each
 };
 
 // n vectors of D components in each of R rows. Strides count elements.
@@ -55,15 +74,14 @@ struct EncodeTrellis {
   uint8_t* gain = nullptr;     // [R, n], contiguous
   float* length = nullptr;     // [R, n], contiguous: root mean square of components, or null
   // Set by encode_trellis.
-  const float* gains = nullptr;             // [256], by code
-  const int16_t* scaled = nullptr;          // [9, 256], tables scaled to kTrellisLargest, states in reverse
-  const TrellisUnit* units = nullptr;       // [R, D]
-  const float* ends = nullptr;              // [9], largest absolute value of each table
-  const int16_t* near[kTrellisRates] = {};  // by rate: near entries and marks of each bin, or null
+  const float* gains = nullptr;      // [256], by code
+  const double* bounds = nullptr;    // [16], gains from 1 to 2 between two codes
+  const TrellisRow* rows = nullptr;  // [R]
 };
 
-// Gains float32 [256] by code.
+// Gains float32 [256] by code, and gains from 1 to 2 between two codes, float64 [16].
 const float* trellis_gains();
+const double* trellis_gain_bounds();
 
 // Encode vectors [first, last) of a row, at most kTrellisTask.
 void encode_trellis_baseline(const EncodeTrellis& call, int64_t row, int64_t first, int64_t last);

@@ -5,7 +5,7 @@
 // - squared<s>(x): (2^s·x)² over 2^16. plus(a, b): unsigned, saturating. minus(a, b).
 // - choose: the smaller of two costs, and the mark that goes with it, plus `bit` if the second is
 //   smaller. choose_first: without marks so far. pick: without `bit`.
-// - table<K>(best): best states for look_up<K>(table, marks), which returns the one of each mark.
+// - table<K, NEXT>(costs): costs of groups for look_up<K, NEXT>(table, marks), which returns the one of each mark.
 // - down<n>(x): lanes from n on, in lane 0 and later. head<n>(x): lanes from n on at their largest.
 // - from<K, z>(best): see Origin. least(x): over all lanes. equal(a, b): a bit per lane.
 #include "build.h"
@@ -44,11 +44,11 @@ struct Avx512Costs {
     least = min(low, high);
     from = _mm512_mask_mov_epi16(low_from, _mm512_cmplt_epu16_mask(high, low), high_from);
   }
-  template <int K>
-  static W table(W best) {
-    return best;
+  template <int K, int NEXT>
+  static W table(W costs) {
+    return costs;
   }
-  template <int K>
+  template <int K, int NEXT>
   static W look_up(W table, W marks) {
     return _mm512_permutexvar_epi16(marks, table);  // reads the lowest 5 bits of a mark
   }
@@ -125,36 +125,47 @@ struct Avx2Costs {
   static void pick(W low, W high, W low_from, W high_from, W& least, W& from) {
     choose(low, high, low_from, high_from, 0, least, from);
   }
-  // With K = 3, an eighth of the lanes reads the best states whose lowest two bits are its number. Else each reads the
-  // first eight or sixteen.
-  template <int K>
-  static W table(W best) {
+  // From components of 3 bits to ones of 3, an eighth of the lanes comes from the groups whose lowest two bits are its
+  // number. Else each reads the first eight or sixteen groups, or all.
+  struct Costs32 {
+    __m256i eighth[4];
+  };
+  template <int K, int NEXT>
+  static Costs32 table(W costs) {
     if constexpr (K > 3)
-      return {_mm256_permute2x128_si256(best.lo, best.lo, 0x00), _mm256_permute2x128_si256(best.lo, best.lo, 0x11)};
+      return {_mm256_permute2x128_si256(costs.lo, costs.lo, 0x00), _mm256_permute2x128_si256(costs.lo, costs.lo, 0x11)};
+    if constexpr (NEXT > 3)
+      return {_mm256_permute2x128_si256(costs.lo, costs.lo, 0x00), _mm256_permute2x128_si256(costs.lo, costs.lo, 0x11),
+              _mm256_permute2x128_si256(costs.hi, costs.hi, 0x00), _mm256_permute2x128_si256(costs.hi, costs.hi, 0x11)};
     const __m256i pairs = _mm256_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15,  //
                                            0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15);
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-    const __m256i lo = _mm256_shuffle_epi8(best.lo, pairs), hi = _mm256_shuffle_epi8(best.hi, pairs);
+    const __m256i lo = _mm256_shuffle_epi8(costs.lo, pairs), hi = _mm256_shuffle_epi8(costs.hi, pairs);
     return {_mm256_permutevar8x32_epi32(_mm256_unpacklo_epi32(lo, hi), order),
             _mm256_permutevar8x32_epi32(_mm256_unpackhi_epi32(lo, hi), order)};
   }
-  // The bytes of a best state's word are found from the distance in a mark's upper byte.
-  template <int K>
-  static __m256i look_up_half(__m256i first, __m256i second, __m256i marks) {
-    constexpr int kShift = K == 4 ? 3 : K == 6 ? 5 : 4, kBytes = K == 4 ? 0x1e1e : K == 6 ? 0x0606 : 0x0e0e;
-    const __m256i upper = _mm256_setr_epi8(1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15,  //
-                                           1, 1, 3, 3, 5, 5, 7, 7, 9, 9, 11, 11, 13, 13, 15, 15);
-    const __m256i twice = _mm256_srli_epi16(_mm256_shuffle_epi8(marks, upper), kShift);
+  // The bytes of a group's cost are found from its number in a mark's lower byte.
+  template <int K, int NEXT>
+  static __m256i look_up_half(const Costs32& t, int first, __m256i marks) {
+    constexpr bool kOwn = K == 3 && NEXT == 3;  // numbers are divided by four
+    const __m256i lower = _mm256_setr_epi8(0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14,  //
+                                           0, 0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14);
+    const __m256i group = _mm256_shuffle_epi8(marks, lower);
+    const __m256i twice = kOwn ? _mm256_srli_epi16(group, 1) : _mm256_add_epi8(group, group);
     const __m256i bytes =
-        _mm256_or_si256(_mm256_and_si256(twice, _mm256_set1_epi16(kBytes)), _mm256_set1_epi16(0x0100));
-    const __m256i found = _mm256_shuffle_epi8(first, bytes);
-    if constexpr (K != 4) return found;
-    return _mm256_blendv_epi8(found, _mm256_shuffle_epi8(second, bytes), _mm256_slli_epi16(bytes, 3));
+        _mm256_or_si256(_mm256_and_si256(twice, _mm256_set1_epi16(0x0e0e)), _mm256_set1_epi16(0x0100));
+    const auto of = [&](int i) { return _mm256_shuffle_epi8(t.eighth[i], bytes); };
+    if constexpr (kOwn) return of(first);
+    if constexpr (K > 4) return of(0);
+    // A byte's highest bit chooses between two eighths.
+    const __m256i odd = _mm256_slli_epi16(twice, 3);
+    const __m256i low = _mm256_blendv_epi8(of(0), of(1), odd);
+    if constexpr (K == 4) return low;
+    return _mm256_blendv_epi8(low, _mm256_blendv_epi8(of(2), of(3), odd), _mm256_slli_epi16(twice, 2));
   }
-  template <int K>
-  static W look_up(W table, W marks) {
-    const __m256i& other = K == 3 ? table.hi : table.lo;
-    return {look_up_half<K>(table.lo, table.hi, marks.lo), look_up_half<K>(other, table.hi, marks.hi)};
+  template <int K, int NEXT>
+  static W look_up(const Costs32& table, W marks) {
+    return {look_up_half<K, NEXT>(table, 0, marks.lo), look_up_half<K, NEXT>(table, 1, marks.hi)};
   }
   template <int N>
   static W down(W x) {  // only the first N lanes are used
@@ -244,11 +255,11 @@ struct BaselineCosts {
   static void pick(W low, W high, W low_from, W high_from, W& least, W& from) {
     choose(low, high, low_from, high_from, 0, least, from);
   }
-  template <int K>
-  static W table(W best) {
-    return best;
+  template <int K, int NEXT>
+  static W table(W costs) {
+    return costs;
   }
-  template <int K>
+  template <int K, int NEXT>
   static W look_up(W table, W marks) {
     W out{};
     for (int i = 0; i < kCosts; i++) out[i] = table[marks[i] % kCosts];

@@ -1,29 +1,34 @@
-// The search of kernels/trellis_search.py for two vectors at a time: Viterbi over 256 states with costs of
-// 16 bits, 32 of them per vector.
+// The search of kernels/trellis_search.py: Viterbi with costs of 16 bits, 32 per vector.
 //
-// A state here is its window in reverse, newest bits lowest: u' = (u << k | c) & 255. The 2^k
-// states that lead to one u' >> k are therefore 256 >> k apart. The best of them is found in k
-// rounds, each of which compares the upper half of the remaining states with the lower half. A step
-// stores a mark of the best one, whose upper byte is its distance, so that the trace back is one load
-// per component.
+// A state here is its window in reverse, newest bits lowest: u' = (u << k | c) & 255 for a component of k bits. The
+// states that lead to one u' >> k are a group, and only the best one of a group can go on. A step adds the errors of
+// a component's entries to the costs of the groups that they come from, and finds the best state of each group that the
+// next component, of n bits, comes from. That group is the lowest 8 - n bits of a state. Entries of one group are 256
+// >> n places apart, so that it is found in rounds, each of which compares the upper half of the remaining places with
+// the lower half. A step stores a mark for each group, whose upper byte is the rest of the best state, so that the
+// trace back is one load per component.
 //
-// Where only near entries may be taken, a step goes from the best states to the next best states
-// without the costs of all 256. A lane per near entry holds it and a mark. Its lower byte is the lane of
-// the best state before it; other steps leave 0 there.
+// Where only near entries may be taken, there is a mark for each of them, whose lower byte is the group that it comes
+// from. Else that is known from its place.
+//
+// All vectors of a task take a step before the next one: their paths hide each other's latency.
 #pragma once
 
 #include "encode_trellis.h"
+#include "native_vectors.h"
 #include "unroll.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the search
 
 constexpr int kCosts = 32;                             // costs per vector
-constexpr int kCostVectors = kTrellisStates / kCosts;  // vectors that hold all costs
-constexpr int kTogether = 2;                           // vectors searched at once, which hide each other's latency
+constexpr int kCostVectors = kTrellisStates / kCosts;  // vectors that hold the costs of all states
+constexpr int kMostGroups = kTrellisStates / 2;        // with one bit
 constexpr int kStateBits = 8;
 
-// The lanes in a vector of best costs from which the states from 32·z on are reached.
+constexpr int groups_of(int bits) { return kTrellisStates >> bits; }
+
+// The lanes in a vector of the groups from which the states from 32·z on are reached.
 template <int K, int Z>
 struct Origin {
   alignas(64) int16_t lane[kCosts];
@@ -33,34 +38,19 @@ struct Origin {
   }
 };
 
-// A component with at least one bit.
-struct Component {
-  const int16_t* entries;  // scaled table, states in reverse
-  const float* table;      // by window
-  int bits;
-  int brought;  // bits of the components before it
-  int factor;
-  int place;  // of its choices
-  int64_t d;
-  const int16_t* near;  // see EncodeTrellis
+// A vector in search.
+struct Searched {
+  const float* y;    // components with bits
+  float gain;        // that they are divided by
+  int16_t* scaled;   // they, in units of costs, with zeros up to a multiple of 16
+  uint8_t* bins;     // of these
+  uint8_t* windows;  // found last
+  uint16_t* cost;    // of groups, at most kMostGroups
+  uint16_t* chosen;  // marks of each step and group
+  int group;         // where the path around the ring begins
 };
 
-// Room for the search of one vector.
-struct Lane {
-  float* y;          // components with bits
-  int16_t* scaled;   // those in units of costs
-  uint8_t* bins;     // of them
-  uint16_t* chosen;  // for each step and best state, the mark of the state before it
-  uint8_t* windows;  // found last, by component with bits
-};
-
-// Costs of the paths of N vectors.
-template <class S, int N>
-struct Paths {
-  typename S::W cost[N][kCostVectors];
-};
-
-// Least costs of 32 states, and the marks of the states before them.
+// Least costs of 32 groups, and their marks.
 template <class S>
 struct Choice {
   typename S::W least, from;
@@ -100,169 +90,194 @@ template <class S, int L>
   }
 }
 
-// Do one more round for states in one vector.
-template <class S, int LANES>
-[[gnu::always_inline]] inline Choice<S> halved(const Choice<S>& low) {
-  return choice<S>(low, lower<S, LANES>(low), LANES);
+// Do one more round for states in one vector, if there are more than GROUPS.
+template <class S, int GROUPS, int LANES>
+[[gnu::always_inline]] inline void halve(Choice<S>& low) {
+  if constexpr (LANES >= GROUPS) low = choice<S>(low, lower<S, LANES>(low), LANES);
 }
 
-// Go on from the best states by the near entries of a component's bin, of K bits. off: the component.
-template <class S, int K>
-[[gnu::always_inline]] inline Choice<S> near_step(const typename S::W& best, const Component& c, int bin,
-                                                  const typename S::W& factor, const typename S::W& off) {
-  constexpr int kEntries = near_count(K), kVectors = kEntries / kCosts, kGroups = kTrellisStates >> K;
-  const int16_t* entries = c.near + bin * 2 * kEntries;
-  const auto table = S::template table<K>(best);
-  Choice<S> found[kVectors];
-  repeat<kVectors>([&](auto x) TERSEKV_INLINE {
-    const auto marks = S::load(entries + kEntries + x * kCosts);
-    const auto difference = S::difference(S::scaled(S::load(entries + x * kCosts), factor), off);
-    const auto error = S::template squared<(K > 4 ? K - 4 : 0)>(difference);
-    found[x] = {S::plus(S::template look_up<K>(table, marks), error), marks};
-  });
-  if constexpr (kVectors == 4)
-    return nearest<S>(nearest<S>(found[0], found[2]), nearest<S>(found[1], found[3]));
-  else if constexpr (kVectors == 2) {
-    const Choice<S> two = nearest<S>(found[0], found[1]);
-    return nearest<S>(two, lower<S, kGroups>(two));
-  } else {
-    const Choice<S> two = nearest<S>(found[0], lower<S, 2 * kGroups>(found[0]));
-    return nearest<S>(two, lower<S, kGroups>(two));
+template <class S, int GROUPS, int LANES>
+[[gnu::always_inline]] inline void halve_near(Choice<S>& low) {
+  if constexpr (LANES >= GROUPS) low = nearest<S>(low, lower<S, LANES>(low));
+}
+
+// Subtract the least cost of groups from all if it is time, and store them and their marks.
+template <class S, int GROUPS>
+[[gnu::always_inline]] inline void finish(const Choice<S>* best, bool renormalise, const Searched& own,
+                                          const Component& c) {
+  constexpr int kVectors = GROUPS < kCosts ? 1 : GROUPS / kCosts;
+  auto zero = S::set1(0);
+  if (renormalise) {
+    auto least = S::template head<GROUPS>(best[0].least);
+    for (int x = 1; x < kVectors; x++) least = S::min(least, best[x].least);
+    zero = S::set1(S::least(least));
+  }
+  for (int x = 0; x < kVectors; x++) {
+    S::store(own.cost + x * kCosts, renormalise ? S::minus(best[x].least, zero) : best[x].least);
+    S::store(own.chosen + c.place + x * kCosts, best[x].from);
   }
 }
 
-// Subtract the least of the best states' costs from all.
-template <class S, int K>
-[[gnu::always_inline]] inline void renormalise(typename S::W* best, int vectors) {
-  auto least = S::template head<(kTrellisStates >> K)>(best[0]);
-  for (int x = 1; x < vectors; x++) least = S::min(least, best[x]);
-  const auto all = S::set1(S::least(least));
-  for (int x = 0; x < vectors; x++) best[x] = S::minus(best[x], all);
+// Find the best states before a component of NEXT bits among all.
+template <class S, int NEXT>
+void choose_states(const uint16_t* cost, const Component& c, bool renormalise, const Searched& own) {
+  constexpr int kGroups = groups_of(NEXT), kVectors = kGroups < kCosts ? 1 : kGroups / kCosts;
+  typename S::W all[kCostVectors];
+  repeat<kCostVectors>([&](auto z) TERSEKV_INLINE { all[z] = S::load(cost + z * kCosts); });
+  Choice<S> best[kVectors];
+  repeat<kVectors>([&](auto x) TERSEKV_INLINE { best[x] = survivors<S, (NEXT < 3 ? NEXT : 3)>(all, x); });
+  halve<S, kGroups, 16>(best[0]);
+  halve<S, kGroups, 8>(best[0]);
+  halve<S, kGroups, 4>(best[0]);
+  halve<S, kGroups, 2>(best[0]);
+  halve<S, kGroups, 1>(best[0]);
+  finish<S, kGroups>(best, renormalise, own, c);
 }
 
-// How far a path has come: its steps and the bits of its components.
-struct Progress {
-  int64_t steps;
-  int bits;
-};
-
-// Search components [first, last), which have K bits each.
-template <class S, int K, int N>
-void search_run(const Component* components, int64_t first, int64_t last, Progress done, const Lane* lanes,
-                Paths<S, N>& paths) {
-  using W = typename S::W;
-  constexpr int kBest = K < 3 ? kCostVectors >> K : 1;
-  W cost[N][kCostVectors];
-  repeat<N>([&](auto v) TERSEKV_INLINE {
-    repeat<kCostVectors>([&](auto z) TERSEKV_INLINE { cost[v][z] = paths.cost[v][z]; });
-  });
-  for (int64_t i = first; i < last; i++) {
-    W best[N][kBest], off[N];
-    const auto due = [&] TERSEKV_INLINE { return done.steps % kTrellisRenormalise == kTrellisRenormalise - 1; };
-    repeat<N>([&](auto v) TERSEKV_INLINE {
-      uint16_t* chosen = lanes[v].chosen + components[i].place;
-      repeat<kBest>([&](auto x) TERSEKV_INLINE {
-        Choice<S> found = survivors<S, (K < 3 ? K : 3)>(cost[v], x);
-        if constexpr (K > 3) found = halved<S, 16>(found);
-        if constexpr (K > 4) found = halved<S, 8>(found);
-        if constexpr (K > 5) found = halved<S, 4>(found);
-        if constexpr (K > 6) found = halved<S, 2>(found);
-        if constexpr (K > 7) found = halved<S, 1>(found);
-        best[v][x] = found.least;
-        S::store(chosen + x * kCosts, found.from);
-      });
-    });
-    if constexpr (has_near(K))
-      for (; components[i].near && i + 1 < last && done.bits + K >= kStateBits; i++, done.steps++, done.bits += K) {
-        const Component &c = components[i], &after = components[i + 1];
-        const W factor = S::set1(c.factor);
-        const bool subtract = due();
-        repeat<N>([&](auto v) TERSEKV_INLINE {
-          if (subtract) renormalise<S, K>(best[v], 1);
-          const auto found = near_step<S, K>(best[v][0], c, lanes[v].bins[i], factor, S::set1(lanes[v].scaled[i]));
-          best[v][0] = found.least;
-          S::store(lanes[v].chosen + after.place, found.from);
-        });
-      }
-    if (due()) repeat<N>([&](auto v) TERSEKV_INLINE { renormalise<S, K>(best[v], kBest); });
-    const Component& c = components[i];
-    repeat<N>([&](auto v) TERSEKV_INLINE { off[v] = S::set1(lanes[v].scaled[i]); });
-    const W factor = S::set1(c.factor);
-    repeat<kCostVectors>([&](auto z) TERSEKV_INLINE {
-      const W entries = S::scaled(S::load(c.entries + z * kCosts), factor);
-      repeat<N>([&](auto v) TERSEKV_INLINE {
-        const W error = S::template squared<(K > 4 ? K - 4 : 0)>(S::difference(entries, off[v]));
-        cost[v][z] = S::plus(S::template from<K, z>(best[v][Origin<K, z>::kVector]), error);
-      });
-    });
-    done.steps++;
-    done.bits += K;
-  }
-  repeat<N>([&](auto v) TERSEKV_INLINE {
-    repeat<kCostVectors>([&](auto z) TERSEKV_INLINE { paths.cost[v][z] = cost[v][z]; });
-  });
-}
-
-// Search components [first, last). done: before them; it is updated.
-template <class S, int N>
-void search_steps(const Component* components, int64_t first, int64_t last, Progress& done, const Lane* lanes,
-                  Paths<S, N>& paths) {
-  using Run = void (*)(const Component*, int64_t, int64_t, Progress, const Lane*, Paths<S, N>&);
-  static constexpr Run runs[kTrellisRates] = {nullptr,
-                                              search_run<S, 1, N>,
-                                              search_run<S, 2, N>,
-                                              search_run<S, 3, N>,
-                                              search_run<S, 4, N>,
-                                              search_run<S, 5, N>,
-                                              search_run<S, 6, N>,
-                                              search_run<S, 7, N>,
-                                              search_run<S, 8, N>};
-  while (first < last) {
-    int64_t end = first + 1;
-    while (end < last && components[end].bits == components[first].bits) end++;
-    const int bits = components[first].bits;
-    runs[bits](components, first, end, done, lanes, paths);
-    done.steps += end - first;
-    done.bits += static_cast<int>(end - first) * bits;
-    first = end;
-  }
-}
-
-// Return the state with the lowest window among those with the least cost.
 template <class S>
-int best_state(const typename S::W* cost) {
-  typename S::W least = cost[0];
-  for (int z = 1; z < kCostVectors; z++) least = S::min(least, cost[z]);
+using Step = void (*)(const Component&, int64_t, bool, Searched* const*, int64_t);
+
+// Let n vectors take the step of component i, which has K bits, to any state.
+template <class S, int K>
+void take_step(const Component& c, int64_t i, bool renormalise, Searched* const* vectors, int64_t n) {
+  using W = typename S::W;
+  using Choose = void (*)(const uint16_t*, const Component&, bool, const Searched&);
+  static constexpr Choose choose[kTrellisRates] = {nullptr,
+                                                   choose_states<S, 1>,
+                                                   choose_states<S, 2>,
+                                                   choose_states<S, 3>,
+                                                   choose_states<S, 4>,
+                                                   choose_states<S, 5>,
+                                                   choose_states<S, 6>,
+                                                   choose_states<S, 7>,
+                                                   choose_states<S, 8>};
+  constexpr int kVectors = groups_of(K) < kCosts ? 1 : groups_of(K) / kCosts;
+  const W factor = S::set1(c.factor);
+  for (int64_t v = 0; v < n; v++) {
+    const Searched& own = *vectors[v];
+    alignas(64) uint16_t cost[kTrellisStates];
+    const W off = S::set1(own.scaled[i]);
+    W before[kVectors];
+    repeat<kVectors>([&](auto x) TERSEKV_INLINE { before[x] = S::load(own.cost + x * kCosts); });
+    repeat<kCostVectors>([&](auto z) TERSEKV_INLINE {
+      const W difference = S::difference(S::scaled(S::load(c.entries + z * kCosts), factor), off);
+      const W error = S::template squared<(K > 4 ? K - 4 : 0)>(difference);
+      S::store(cost + z * kCosts, S::plus(S::template from<K, z>(before[Origin<K, z>::kVector]), error));
+    });
+    choose[c.next](cost, c, renormalise, own);
+  }
+}
+
+// Let n vectors take the step of component i, which has K bits, to near entries. NEXT: bits of the next component.
+template <class S, int K, int NEXT>
+void take_near_step(const Component& c, int64_t i, bool renormalise, Searched* const* vectors, int64_t n) {
+  using W = typename S::W;
+  constexpr int kGroups = groups_of(NEXT), kEntries = near_lanes(NEXT), kVectors = kEntries / kCosts;
+  const W factor = S::set1(c.factor);
+  for (int64_t v = 0; v < n; v++) {
+    const Searched& own = *vectors[v];
+    const int16_t* entries = c.near + own.bins[i] * 2 * kEntries;
+    const auto table = S::template table<K, NEXT>(S::load(own.cost));
+    const W off = S::set1(own.scaled[i]);
+    Choice<S> found[kVectors];
+    repeat<kVectors>([&](auto x) TERSEKV_INLINE {
+      const W marks = S::load(entries + kEntries + x * kCosts);
+      const W difference = S::difference(S::scaled(S::load(entries + x * kCosts), factor), off);
+      const W error = S::template squared<(K > 4 ? K - 4 : 0)>(difference);
+      found[x] = {S::plus(S::template look_up<K, NEXT>(table, marks), error), marks};
+    });
+    if constexpr (kVectors == 4) {
+      found[0] = nearest<S>(found[0], found[2]);
+      found[1] = nearest<S>(found[1], found[3]);
+    }
+    if constexpr (kVectors > 1) found[0] = nearest<S>(found[0], found[1]);
+    halve_near<S, kGroups, 16>(found[0]);
+    halve_near<S, kGroups, 8>(found[0]);
+    halve_near<S, kGroups, 4>(found[0]);
+    halve_near<S, kGroups, 2>(found[0]);
+    halve_near<S, kGroups, 1>(found[0]);
+    finish<S, kGroups>(found, renormalise, own, c);
+  }
+}
+
+template <class S, int K>
+Step<S> near_step(int next) {
+  static constexpr Step<S> steps[] = {take_near_step<S, K, 3>, take_near_step<S, K, 4>, take_near_step<S, K, 5>,
+                                      take_near_step<S, K, 6>, take_near_step<S, K, 7>, take_near_step<S, K, 8>};
+  return steps[next - kTrellisLeastNear];
+}
+
+// Let n vectors take steps [first, last) around a ring of `count` components. fixed: bits of states before them that
+// are not free.
+template <class S>
+void take_steps(const TrellisRow& row, int64_t first, int64_t last, int fixed, Searched* const* vectors, int64_t n) {
+  static constexpr Step<S> steps[kTrellisRates] = {nullptr,         take_step<S, 1>, take_step<S, 2>,
+                                                   take_step<S, 3>, take_step<S, 4>, take_step<S, 5>,
+                                                   take_step<S, 6>, take_step<S, 7>, take_step<S, 8>};
+  static constexpr Step<S> (*near[kTrellisRates])(int) = {nullptr,         nullptr,         nullptr,
+                                                          near_step<S, 3>, near_step<S, 4>, near_step<S, 5>,
+                                                          near_step<S, 6>, near_step<S, 7>, near_step<S, 8>};
+  for (int64_t s = first; s < last; s++) {
+    const int64_t i = s < row.count ? s : s - row.count;
+    const Component& c = row.components[i];
+    fixed -= c.bits;
+    const Step<S> step = c.near && fixed <= 0 ? near[c.bits](c.next) : steps[c.bits];
+    step(c, i, (s - first) % kTrellisRenormalise == kTrellisRenormalise - 1, vectors, n);
+  }
+}
+
+// Return the group with the least cost; of several, that of the lowest windows.
+template <class S>
+int best_group(const uint16_t* cost, int bits) {
+  alignas(64) uint16_t all[kMostGroups];
+  __builtin_memset(all, 0xff, sizeof(all));
+  __builtin_memcpy(all, cost, groups_of(bits) * sizeof(uint16_t));
+  typename S::W least = S::load(all);
+  for (int x = kCosts; x < groups_of(bits); x += kCosts) least = S::min(least, S::load(all + x));
   least = S::set1(S::least(least));
   int window = kTrellisStates;
-  for (int z = 0; z < kCostVectors; z++)
-    for (uint32_t found = S::equal(least, cost[z]); found; found &= found - 1) {
-      const int candidate = kReversed[z * kCosts + __builtin_ctz(found)];
+  for (int x = 0; x < groups_of(bits); x += kCosts)
+    for (uint32_t found = S::equal(least, S::load(all + x)); found; found &= found - 1) {
+      const int candidate = kReversed[x + __builtin_ctz(found)];
       window = candidate < window ? candidate : window;
     }
   return kReversed[window];
 }
 
-// Return the state before a component that ended in `state`.
-inline int state_before(const Lane& lane, const Component& c, int state) {
-  const int best = state >> c.bits;
-  return best + (lane.chosen[c.place + best] >> 8);
+// Return y rounded to an integer between -most and most; NaN becomes 0.
+[[gnu::always_inline]] inline FloatVector rounded(FloatVector y, FloatVector most) {
+  y = y == y ? y : FloatVector{};
+  y = y < most ? y : most;
+  y = y > -most ? y : -most;
+  const FloatVector half = FloatVector{} + 0x1.8p23f;  // adding and subtracting it rounds, ties to even
+  return (y + half) - half;
 }
 
-// Search components [first, last) of a ring, where those from `count` on are the first ones again.
-template <class S, int N>
-void search_around(const Component* components, int64_t count, int64_t first, int64_t last, const Lane* lanes,
-                   Paths<S, N>& paths) {
-  const int64_t middle = last < count ? last : count;
-  Progress done{0, 0};
-  search_steps<S, N>(components, first, middle, done, lanes, paths);
-  search_steps<S, N>(components, 0, last - middle, done, lanes, paths);
+// Compute the components of a vector in units of costs, and their bins.
+inline void scale_components(const TrellisRow& row, const Searched& own) {
+  typedef int16_t Shorts __attribute__((vector_size(2 * kVectorFloats)));
+  typedef uint8_t Bytes __attribute__((vector_size(kVectorFloats)));
+  const FloatVector gain = FloatVector{} + own.gain, most = FloatVector{} + kTrellisBins;
+  for (int64_t i = 0; i < row.count; i += kVectorFloats) {
+    const FloatVector y =
+        rounded(load_vector(own.y + i) / gain * load_vector(row.unit + i), load_vector(row.limit + i));
+    const Shorts scaled = __builtin_convertvector(__builtin_convertvector(y, IntVector), Shorts);
+    const FloatVector bin = rounded(y * load_vector(row.per_bin + i), most) + most;
+    const Bytes bins = __builtin_convertvector(__builtin_convertvector(bin, IntVector), Bytes);
+    __builtin_memcpy(own.scaled + i, &scaled, sizeof(scaled));
+    __builtin_memcpy(own.bins + i, &bins, sizeof(bins));
+  }
 }
 
-template <class S, int N>
-void search_together(const Component* components, int64_t count, const Lane* lanes) {
-  Paths<S, N> paths;
-  int state[N], ring[N];
+// Search the windows of n vectors, with their components divided by gains.
+template <class S>
+void search_vectors(const TrellisRow& row, Searched* const* vectors, int64_t n) {
+  const Component* components = row.components;
+  const int64_t count = row.count;
+  for (int64_t v = 0; v < n; v++) {
+    scale_components(row, *vectors[v]);
+    __builtin_memset(vectors[v]->cost, 0, kMostGroups * sizeof(uint16_t));
+  }
   const int total = components[count - 1].brought + components[count - 1].bits;
   int64_t begin = 0;
   while (begin < count && components[begin].brought < kTrellisWarmUpBits) begin++;
@@ -270,57 +285,39 @@ void search_together(const Component* components, int64_t count, const Lane* lan
   const auto before = [&](int64_t i) {
     return i < count ? components[i].brought : components[i - count].brought + total;
   };
+  const auto at = [&](int64_t i) -> const Component& { return components[i < count ? i : i - count]; };
   int64_t end = begin;
   while (end < begin + count && before(end) < warm + kTrellisLookAheadBits) end++;
-  for (int v = 0; v < N; v++)
-    for (auto& cost : paths.cost[v]) cost = S::set1(0);
-  search_around<S, N>(components, count, 0, end, lanes, paths);
-  for (int v = 0; v < N; v++) state[v] = best_state<S>(paths.cost[v]);
-  for (int64_t i = end - 1; i >= begin; i--)
-    for (int v = 0; v < N; v++) state[v] = state_before(lanes[v], components[i < count ? i : i - count], state[v]);
-  for (int v = 0; v < N; v++) {
-    alignas(64) uint16_t cost[kTrellisStates];
-    for (uint16_t& x : cost) x = 0xffff;
-    cost[ring[v] = state[v]] = 0;
-    for (int z = 0; z < kCostVectors; z++) paths.cost[v][z] = S::load(cost + z * kCosts);
-  }
-  search_around<S, N>(components, count, begin, begin + count, lanes, paths);
-  for (int64_t i = begin + count - 1; i >= begin; i--) {
-    const int64_t at = i < count ? i : i - count;
-    const Component& c = components[at];
-    const int brought = before(i) - warm;
-    for (int v = 0; v < N; v++) {
-      lanes[v].windows[at] = kReversed[state[v]];
-      state[v] = state_before(lanes[v], c, state[v]);
-      if (brought < kStateBits)  // costs that saturate do not tell the ring's path from others
-        state[v] = (state[v] & ((1 << brought) - 1)) | (ring[v] << brought & (kTrellisStates - 1));
+  take_steps<S>(row, 0, end, 0, vectors, n);
+  for (int64_t v = 0; v < n; v++) vectors[v]->group = best_group<S>(vectors[v]->cost, at(end - 1).next);
+  for (int64_t i = end - 1; i >= begin; i--) {
+    const Component& c = at(i);
+    for (int64_t v = 0; v < n; v++) {
+      Searched& own = *vectors[v];
+      own.group = (own.group | own.chosen[c.place + own.group] >> 8) >> c.bits;
     }
   }
-}
-
-// Search the windows of n vectors, at most kTogether, with their components divided by gains. unit,
-// limit, per_bin: of each component, see Row.
-template <class S>
-void search_vectors(const Component* components, int64_t count, const float* unit, const float* limit,
-                    const float* per_bin, const Lane* lanes, const float* gain, int64_t n) {
   for (int64_t v = 0; v < n; v++) {
-    const float *from = lanes[v].y, own = gain[v];
-    int16_t* scaled = lanes[v].scaled;
-    uint8_t* bins = lanes[v].bins;
-    for (int64_t i = 0; i < count; i++) {
-      float y = __builtin_rintf(from[i] / own * unit[i]);
-      y = y == y ? y : 0.0f;
-      y = y < limit[i] ? y : limit[i];
-      y = y > -limit[i] ? y : -limit[i];
-      scaled[i] = static_cast<int16_t>(static_cast<int32_t>(y));
-      constexpr float kMost = kTrellisBins;
-      float bin = __builtin_rintf(y * per_bin[i]);
-      bin = bin < kMost ? bin : kMost;
-      bins[i] = static_cast<uint8_t>(static_cast<int32_t>((bin > -kMost ? bin : -kMost) + kMost));
+    const Searched& own = *vectors[v];
+    __builtin_memset(own.cost, 0xff, kMostGroups * sizeof(uint16_t));
+    own.cost[own.group] = 0;
+  }
+  take_steps<S>(row, begin, begin + count, kStateBits, vectors, n);
+  int group[kTrellisTask];
+  for (int64_t v = 0; v < n; v++) group[v] = vectors[v]->group;
+  for (int64_t i = begin + count - 1; i >= begin; i--) {
+    const Component& c = at(i);
+    const int64_t place = i < count ? i : i - count;
+    const int brought = before(i) - warm + c.bits;
+    for (int64_t v = 0; v < n; v++) {
+      const Searched& own = *vectors[v];
+      int state = group[v] | own.chosen[c.place + group[v]] >> 8;
+      if (brought < kStateBits)  // costs that saturate do not tell the ring's path from others
+        state = (state & ((1 << brought) - 1)) | (own.group << brought & (kTrellisStates - 1));
+      own.windows[place] = kReversed[state];
+      group[v] = state >> c.bits;
     }
   }
-  if (n == kTogether) return search_together<S, kTogether>(components, count, lanes);
-  for (int64_t v = 0; v < n; v++) search_together<S, 1>(components, count, lanes + v);
 }
 
 }  // namespace

@@ -194,12 +194,10 @@ def test_a_first_state_from_some_components_costs_little(monkeypatch, rates, mos
     assert times_the_error(monkeypatch, rates, 400, **all_bits) < most
 
 
-@pytest.mark.parametrize(
-    ("rates", "most"), [([3] * 64, 1.001), ([4] * 64, 1.001), ([5] * 64, 1.004), ([6] * 64, 1.008), (FALLING, 1.001)]
-)
+@pytest.mark.parametrize(("rates", "most"), [([3] * 64, 1.001), ([4] * 64, 1.001), ([5] * 64, 1.004), (FALLING, 1.001)])
 def test_near_entries_cost_little(monkeypatch, rates, most):
     """The bound is relative to paths that may take any entry."""
-    assert times_the_error(monkeypatch, rates, 2000, NEAR_RATES=()) < most
+    assert times_the_error(monkeypatch, rates, 2000, LEAST_NEAR=9) < most
 
 
 def test_bins_are_rounded_as_kernels_do():

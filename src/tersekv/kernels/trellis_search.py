@@ -37,8 +37,8 @@ MARGIN = 4096
 RENORMALISE = 16
 """Number of steps after which the least cost is subtracted from all costs."""
 
-NEAR, NEAR_RATES = 4, (3, 4, 5, 6)
-"""Entries per group that a component of these rates may take, see `near_entries`."""
+LEAST_NEAR = 3
+"""Least bits of a component that takes near entries only, and of the component after it."""
 
 BINS = 63
 """The scaled components between 0 and the end of a table are this many bins."""
@@ -114,49 +114,36 @@ def cost_shift(rates: Tensor) -> Tensor:
     return (rates - 4).clamp_min(0)
 
 
-def near_entries(entries: Tensor) -> Tensor:
-    """Return the entries that paths may take: bool [9, 2·BINS + 1, 256], by rate, bin and window.
+def near_count(after: int) -> int:
+    """Return how many entries of a group a component may take before one of `after` bits, see `near_entries`."""
+    return max(4, 1 << after >> 3)
 
-    Windows with the same newest 8 − b bits are a group, because paths in them meet at the next
-    component of b bits. In each group the `NEAR` entries nearest to the middle of the component's bin
-    may be taken, which the best path seldom misses. At other rates than `NEAR_RATES` all may. So may
-    they where three of a group are equal, as in tables of numbers that depend on the newest bits only:
-    four equal entries would fix the older bits, which belong to the components before.
 
-    entries: int16 [9, 256], see `CostUnits`.
+def near_entries(entries: Tensor, bits: int, after: int) -> Tensor | None:
+    """Return the entries that a component of `bits` bits may take before one of `after` bits, or None for all.
+
+    Windows with the same newest 8 − after bits are a group, because paths in them meet at the next
+    component. In each group the entries nearest to the middle of the component's bin may be taken,
+    which the best path seldom misses. All may where either component has fewer bits than
+    `LEAST_NEAR`, or where three of a group are equal, as in tables of numbers that depend on the newest
+    bits only: equal entries alone would fix the older bits, which belong to the components before.
+
+    entries: int16 [9, 256], see `CostUnits`. Returns bool [2·BINS + 1, 256], by bin and window.
     """
-    found = torch.ones(len(entries), 2 * BINS + 1, STATES, dtype=torch.bool, device=entries.device)
+    groups = entries[bits].int().view(-1, 1 << after)
+    ordered = groups.sort(-1).values
+    if min(bits, after) < LEAST_NEAR or bool((ordered[:, 2:] == ordered[:, :-2]).any()):
+        return None
     middle = torch.arange(-BINS, BINS + 1, device=entries.device)[:, None, None] * LARGEST
-    for b in NEAR_RATES:
-        groups = entries[b].int().view(-1, 1 << b)
-        ordered = groups.sort(-1).values
-        if bool((ordered[:, 2:] == ordered[:, :-2]).any()):
-            continue
-        distance = (groups * BINS - middle).abs()  # [bins, groups, members]
-        nearest = distance.argsort(dim=-1, stable=True)[..., :NEAR]
-        found[b] = torch.zeros_like(distance, dtype=torch.bool).scatter_(-1, nearest, True).flatten(1)
-    return found
+    distance = (groups * BINS - middle).abs()  # [bins, groups, members]
+    nearest = distance.argsort(dim=-1, stable=True)[..., : near_count(after)]
+    return torch.zeros_like(distance, dtype=torch.bool).scatter_(-1, nearest, True).flatten(1)
 
 
 def bins_of(y: Tensor, factor: Tensor) -> Tensor:
     """Return the bins int64 [n, D], 0 to 2·BINS, of scaled components int32 [n, D]. factor: int16 [D]."""
     per_bin = torch.full_like(y[0], BINS, dtype=torch.float32) / factor.clamp_min(1)  # number / tensor rounds twice
     return (y.float() * per_bin).round().clamp(-BINS, BINS).long() + BINS
-
-
-def only_near(order: list[int], bits: list[int], factor: list[int]) -> list[bool]:
-    """Return at which components of a path only near entries are taken.
-
-    These are components of `NEAR_RATES` that the next component in the ring follows with as many
-    bits. The first components, which bring a whole state, are left out, because paths that begin in
-    one state reach few others there. So are those with factors below `LEAST_FACTOR`.
-    """
-    brought, found = 0, []
-    for d, after in zip(order, [*order[1:], -1], strict=True):
-        follows, near = after == d + 1 and bits[after] == bits[d], bits[d] in NEAR_RATES and factor[d] >= LEAST_FACTOR
-        found.append(near and follows and brought + bits[d] >= STATE_BITS)
-        brought += bits[d]
-    return found
 
 
 def search(y: Tensor, bits: list[int], units: CostUnits) -> Tensor:
@@ -166,38 +153,53 @@ def search(y: Tensor, bits: list[int], units: CostUnits) -> Tensor:
     begin, end = (int(x) for x in first_search(torch.tensor(bits)))
     free = torch.zeros(n, STATES, dtype=torch.int32, device=y.device)
     order = [d % A for d in range(end)]
-    cost, chosen = _forward(free, order, y, bits, units)
+    cost, chosen = _forward(free, order, y, bits, units, 0)
     best = (cost == cost.amin(1, keepdim=True)).int().argmax(1)
-    first = _back(best, order, chosen, bits, end - begin)[0]
+    width = bits[begin % A]
+    group = _back(best, order, chosen, bits, end - begin)[0] >> width
+    first = group << width  # older bits are in no window of the ring
     closed = torch.full_like(free, MOST_COST).scatter_(1, first[:, None], 0)
     order = [d % A for d in range(begin, begin + A)]
-    _, chosen = _forward(closed, order, y, bits, units)
+    cost, chosen = _forward(closed, order, y, bits, units, STATE_BITS)
+    last = first | _meet(cost, width)[1].gather(1, group[:, None])[:, 0]
     windows = torch.empty_like(y, dtype=torch.uint8)
-    windows[:, order] = _back(first, order, chosen, bits, A, first)[1]
+    windows[:, order] = _back(last, order, chosen, bits, A, first)[1]
     return windows
 
 
+def _meet(cost: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Return the least costs int32 [n, groups] of paths that meet at a component of `bits` bits, and the older bits
+    int64 that it shifts out. Of equal costs, the lowest older bits win."""
+    older = torch.arange(1 << bits, dtype=torch.int32, device=cost.device)
+    least = ((cost.view(len(cost), -1, 1 << bits) << STATE_BITS) + older).amin(-1)
+    return least >> STATE_BITS, (least & (STATES - 1)).long()
+
+
 def _forward(
-    cost: Tensor, order: list[int], y: Tensor, bits: list[int], units: CostUnits
+    cost: Tensor, order: list[int], y: Tensor, bits: list[int], units: CostUnits, fixed: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the least costs int32 [n, 256] of the paths to each state, and for each step the bits
-    shifted out on that path."""
-    chosen = []
-    near, bins = near_entries(units.entries), bins_of(y, units.factor)
-    for step, (d, some) in enumerate(zip(order, only_near(order, bits, units.factor.tolist()), strict=True)):
-        older = torch.arange(1 << bits[d], dtype=torch.int32, device=y.device)
-        least = ((cost.view(len(cost), -1, 1 << bits[d]) << STATE_BITS) + older).amin(-1)
-        chosen.append((least & (STATES - 1)).long())
-        least = least >> STATE_BITS
-        if step % RENORMALISE == RENORMALISE - 1:
+    shifted out on that path.
+
+    fixed: bits of the state at the beginning that are not free. Few entries can be reached as long as windows hold
+        any of them, so all may be taken. So may those of components with factors below `LEAST_FACTOR`.
+    """
+    chosen, bins = [], bins_of(y, units.factor)
+    for step, d in enumerate(order):
+        least, older = _meet(cost, bits[d])
+        chosen.append(older)
+        if step and step % RENORMALISE == 0:
             least = least - least.amin(1, keepdim=True)
         entries = (units.entries[bits[d]].int() * units.factor[d].int() + (1 << 14)) >> 15
         off = (entries - y[:, d, None]).clamp(-LARGEST - 1, LARGEST)
         if shift := int(cost_shift(torch.tensor(bits[d]))):
             off = off.abs().clamp(max=MOST_COST >> shift).long() << shift
         cost = (least.repeat(1, 1 << bits[d]) + (off * off >> 16).int()).clamp(max=MOST_COST)
-        if some:
-            cost = torch.where(near[bits[d]][bins[:, d]], cost, MOST_COST + 1)
+        fixed -= bits[d]
+        if fixed <= 0 and units.factor[d] >= LEAST_FACTOR:
+            near = near_entries(units.entries, bits[d], bits[(d + 1) % len(bits)])
+            if near is not None:
+                cost = torch.where(near[bins[:, d]], cost, MOST_COST + 1)
     return cost, chosen
 
 
@@ -212,11 +214,10 @@ def _back(
     """
     windows = torch.zeros(len(state), stop, dtype=torch.uint8, device=state.device)
     for i in range(stop):
-        d = order[-1 - i]
+        d, brought = order[-1 - i], sum(bits[d] for d in order[: stop - i])
+        if first is not None and brought < STATE_BITS:
+            state = (state >> (STATE_BITS - brought) << (STATE_BITS - brought)) | (first >> brought)
         windows[:, stop - 1 - i] = state.to(torch.uint8)
         older = state & ((STATES >> bits[d]) - 1)
         state = (older << bits[d]) | chosen[-1 - i].gather(1, older[:, None])[:, 0]
-        brought = sum(bits[d] for d in order[: stop - 1 - i])
-        if first is not None and brought < STATE_BITS:
-            state = (state >> (STATE_BITS - brought) << (STATE_BITS - brought)) | (first >> brought)
     return state, windows

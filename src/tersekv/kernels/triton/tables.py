@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,7 +12,7 @@ import triton
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tersekv.kernels.trellis_search import near_entries, scaled_entries
+from tersekv.kernels.trellis_search import BINS, MOST_BITS, STATES, near_entries, scaled_entries
 
 _halves, _near = WeakTensorKeyDictionary(), WeakTensorKeyDictionary()
 
@@ -35,12 +36,20 @@ def aligned(x: Tensor, shape: Sequence[int] = (), places: Any = ...) -> Tensor:
 
 
 def near(entries: Tensor) -> Tensor:
-    """Return `near_entries` of a trellis's tables [9, 256] as uint8, the same tensor each time.
+    """Return `near_entries` of a trellis's tables [9, 256] as uint8 [9, 9, 2·BINS + 1, 256], by bits of a component and
+    of the one after it; the same tensor each time.
 
     The host waits for the device at the first call with a tensor.
     """
     if entries not in _near:
-        _near[entries] = near_entries(scaled_entries(entries.float())).to(torch.uint8)
+        rates, scaled = range(MOST_BITS + 1), scaled_entries(entries.float())
+        _near[entries] = torch.ones(
+            len(rates), len(rates), 2 * BINS + 1, STATES, dtype=torch.uint8, device=entries.device
+        )
+        for bits, after in itertools.product(rates, rates):
+            some = near_entries(scaled, bits, after)
+            if some is not None:
+                _near[entries][bits, after] = some
     found: Tensor = _near[entries]
     return found
 

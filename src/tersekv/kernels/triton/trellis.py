@@ -147,9 +147,10 @@ LARGEST: tl.constexpr = tl.constexpr(32767)
 MOST_COST: tl.constexpr = tl.constexpr(65535)
 RENORMALISE: tl.constexpr = tl.constexpr(16)
 BINS: tl.constexpr = tl.constexpr(63)
-LEAST_NEAR, MOST_NEAR = tl.constexpr(3), tl.constexpr(6)
+LEAST_NEAR: tl.constexpr = tl.constexpr(3)
 LEAST_FACTOR: tl.constexpr = tl.constexpr(2048)
 STATE_BITS: tl.constexpr = tl.constexpr(8)
+RATES: tl.constexpr = tl.constexpr(9)
 ROUND_BYTES: tl.constexpr = tl.constexpr(16)
 """Bytes that a round stores: 128 bits."""
 
@@ -173,6 +174,24 @@ def _due(least, enough, vector, ok):
 
 
 @triton.jit
+def _bits_from(bits, step, D):
+    """Return the bits of the first component from `step` on around the ring that has any. bits: of a row."""
+    found = step * 0
+    for i in range(D):
+        d = step + i
+        d = tl.where(d < D, d, d - D)
+        found = tl.where(found == 0, tl.load(bits + tl.where(d < D, d, d - D)).to(tl.int32), found)
+    return found
+
+
+@triton.jit
+def _allowed(cost, near, before, after, bin):
+    """Raise the costs of states that a component of `before` bits may not enter before one of `after` bits."""
+    at = near + ((before * RATES + after) * (2 * BINS + 1) + bin[:, None]) * STATES + tl.arange(0, STATES)[None, :]
+    return tl.where(tl.load(at) > 0, cost, MOST_COST + 1)
+
+
+@triton.jit
 def search(
     taken, ends, y, factor, bits, entries, near, place, stop, least, enough, n, D, rounds, CLOSED: tl.constexpr,
     SOME: tl.constexpr, VECTORS: tl.constexpr,
@@ -180,13 +199,13 @@ def search(
     """Forward pass of the search. Grid (tiles of vectors, R).
 
     y int32 [R, n, D] in units of costs, factor int16 and bits uint8 [R, D], entries int16 [9, 256], near
-    uint8 [9, 2·BINS + 1, 256] by `near_entries`.
+    uint8 [9, 9, 2·BINS + 1, 256] by `near_entries`, all ones where it allows every entry.
     The first Σ bits rounds of a row are written to taken uint8 [R, n, rounds, 16].
 
     place and stop int32 [R] are those of `first_search`. CLOSED: paths begin in the states `ends`
-    int32 [R, n] and go around the ring from `place`. Else they begin in any state at component 0 and
-    end before `stop`, their rounds from `place` on are written, and the best path's last state is
-    written to `ends`.
+    int32 [R, n] and go around the ring from `place` back to the same group. Else they begin in any state at
+    component 0 and end before `stop`, and their rounds from `place` on are written. The best path's last
+    state is written to `ends`.
 
     SOME: programs none of whose vectors has an error least ≥ enough, both float32 [R, n], search
     nothing.
@@ -209,20 +228,18 @@ def search(
     to = taken + (vector * rounds * ROUND_BYTES)[:, None] + tl.arange(0, ROUND_BYTES)[None, :]
     steps = 0
     brought = 0
-    before = begin * 0  # bits of the component before, if paths take near entries where as many follow
+    before = begin * 0  # bits of the component before, if it may take near entries only
     bin = tl.zeros((VECTORS,), tl.int32)
     for step in range(first, last):
         d = tl.where(step < D, step, step - D)
         width = tl.load(bits + row * D + d).to(tl.int32)
-        before = tl.where(step == D, 0, before)
-        if (width == before) & (width > 0):
-            nearby = tl.load(near + (width * (2 * BINS + 1) + bin[:, None]) * STATES + state[None, :])
-            cost = tl.where(nearby > 0, cost, MOST_COST + 1)
+        if (before > 0) & (width > 0):
+            cost = _allowed(cost, near, before, width, bin)
         for _ in range(width):
             cost, odd = _halved(cost, VECTORS)
             tl.store(to, odd, mask=(v < n)[:, None] & (step >= begin))
             to += tl.where(step >= begin, ROUND_BYTES, 0)
-        due = (width > 0) & (steps % RENORMALISE == RENORMALISE - 1)
+        due = (width > 0) & (steps > 0) & (steps % RENORMALISE == 0)
         cost -= tl.where(due, tl.min(cost, axis=1), 0)[:, None]
         steps += tl.where(width > 0, 1, 0)
         own = tl.load(factor + row * D + d).to(tl.int32)
@@ -233,8 +250,9 @@ def search(
             per_bin = tl.div_rn(own * 0.0 + BINS, tl.maximum(own, 1).to(tl.float32))
             exact = tl.minimum(tl.maximum(own_y.to(tl.float32) * per_bin, -BINS), BINS)
             bin = ((exact + ROUNDER) - ROUNDER).to(tl.int32) + BINS
-            some = (width >= LEAST_NEAR) & (width <= MOST_NEAR) & (brought + width >= STATE_BITS)
-            some &= own >= LEAST_FACTOR
+            some = (width >= LEAST_NEAR) & (own >= LEAST_FACTOR)
+            if CLOSED:
+                some &= brought + width >= STATE_BITS
             before = tl.where(some, width, 0)
             brought += width
         size = tl.abs(tl.minimum(tl.maximum(off, -LARGEST - 1), LARGEST))
@@ -243,10 +261,22 @@ def search(
         size = (tl.minimum(size, most) << shift).to(tl.uint32)
         error = ((size * size) >> 16).to(tl.int32)
         cost = tl.minimum(cost + tl.where(width > 0, error, 0), MOST_COST)
-    if not CLOSED:
-        least = cost == tl.min(cost, axis=1)[:, None]
-        lowest = tl.min(tl.where(least, state[None, :], STATES), axis=1)
-        tl.store(ends + vector, lowest & (STATES - 1), mask=v < n)
+    after = _bits_from(bits + row * D, last, D)
+    if before > 0:
+        cost = _allowed(cost, near, before, after, bin)
+    if CLOSED:
+        end = tl.load(ends + vector, mask=v < n, other=0)
+        cost = tl.where(state[None, :] >> after == end[:, None] >> after, cost, MOST_COST + 2)
+    best = cost == tl.min(cost, axis=1)[:, None]
+    lowest = tl.min(tl.where(best, state[None, :], STATES), axis=1)
+    tl.store(ends + vector, lowest & (STATES - 1), mask=v < n)
+
+
+@triton.jit
+def _with_first(state, first, brought):
+    """Return states whose bits before the last `brought` ones are those of `first`."""
+    older = tl.maximum(-brought + STATE_BITS, 0)
+    return (state >> older << older) | (first >> tl.minimum(brought, STATE_BITS))
 
 
 @triton.jit
@@ -261,8 +291,9 @@ def trace(
     v = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     vector = row * n + v
     state = tl.load(ends + vector, mask=v < n, other=0)
-    first = state
     begin = tl.load(place + row)
+    width = _bits_from(bits + row * D, begin, D)
+    first = state >> width << width  # older bits are in no window of the ring
     last = begin + D
     if not CLOSED:
         last = tl.load(stop + row)
@@ -272,6 +303,8 @@ def trace(
     for step in range(begin, last):
         left += tl.load(bits + row * D + tl.where(step < D, step, step - D)).to(tl.int32)
     to = taken + (vector * rounds + left) * ROUND_BYTES
+    if CLOSED:
+        state = _with_first(state, first, left)
     for back in range(last - begin):
         d = last - 1 - back
         d = tl.where(d < D, d, d - D)
@@ -285,8 +318,6 @@ def trace(
             state = (state << 1) | ((byte >> (state & 7)) & 1)
         left -= width
         if CLOSED:  # the first windows hold bits of the ring's first state
-            older = tl.maximum(-left + STATE_BITS, 0)
-            held = (state >> older << older) | (first >> tl.minimum(left, STATE_BITS))
-            state = tl.where(width > 0, held, state)
+            state = tl.where(width > 0, _with_first(state, first, left), state)
     if not CLOSED:
         tl.store(ends + vector, state, mask=v < n)
