@@ -250,10 +250,10 @@ class LayerStore(Store):
         highs = [ranked.choose(observed, move.leave, place, move.sinks, hidden) for ranked in self.ranked if move.leave]
         sinks, rest = [x[:, :, : move.sinks] for x in new], [x[:, :, move.sinks :] for x in new]
         old = [x[:, :, : placement.tail] for x in self.recent.data]
-        call = packing.Packing(own, move.leave, place, hidden, processes, highs[0] if highs else None)
-        losses = observed.losses or (None, None)
-        parts = range(2) if move.leave else ()
-        encoded = [packing.encoded_side(self, i, old[i], sinks[i], rest[i], call, losses[i]) for i in parts]
+        tiers = self.ranked[0].by_tier(highs[0]) if highs else None
+        call = packing.Packing(own, move.leave, place, hidden, processes, tiers)
+        parts = zip(old, sinks, rest, observed.losses or (None, None), strict=True) if move.leave else ()
+        encoded = [packing.encoded_side(self, i, o, s, x, call, loss) for i, (o, s, x, loss) in enumerate(parts)]
         for found in self.found if move.leave else ():
             found.look([first_tokens(*both, move.leave) for both in zip(old, rest, strict=True)], place, hidden)
         kept = placement.tail

@@ -212,15 +212,18 @@ class PackedSide(Stateful):
         if any(plane.is_meta for plane in (new or {}).values()):  # shapes only
             self.packed.replace(first, blank(layout, 1, 1, int(kept.sum()) * self._per_block, "meta"))
             return
+        blocks = kept.repeat_interleave(self._per_block, dim=2) if self._per_block > 1 else kept
+        if new is not None and not parts:
+            self.packed.replace(first, layout.take_blocks(new, blocks.flatten().nonzero().view(1, 1, -1)))
+            return
         index, _ = self.slots.index(first, self._per_block)
         if new is not None:
-            B, H, m = *self.slots.heads, kept.shape[2] * self._per_block - index.shape[2]
+            B, H, m = *self.slots.heads, blocks.shape[2] - index.shape[2]
             number = torch.arange(B * H * m, device=index.device)
             start = sum(len(page) for page in self.packed.pages[first:])
             index = torch.cat([index, number.view(B, H, m) + start], dim=2)
             parts.append(layout.take_blocks(new, number.view(1, 1, -1)))
-        chosen = index[kept.repeat_interleave(self._per_block, dim=2)]
-        self.packed.replace(first, layout.take_blocks(layout.join(parts), chosen.view(1, 1, -1)))
+        self.packed.replace(first, layout.take_blocks(layout.join(parts), index[blocks].view(1, 1, -1)))
 
     def _own(self) -> dict[str, Tensor]:
         """Return the fitted tensors that `base` has not."""

@@ -15,6 +15,7 @@ from tersekv.cache.lost_variance import LostVariance
 from tersekv.cache.packed_side import Ahead, Encoded, PackedSide
 from tersekv.cache.pages import blank
 from tersekv.cache.parallel import ContextParallel
+from tersekv.cache.ranked_tokens import OfTier
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.layouts.base import PackedTensors
@@ -35,7 +36,7 @@ class Packing(NamedTuple):
     place: position in the cache of the first of them.
     hidden: int64 [B], tokens at smaller positions are padding or sinks of a row, or None.
     processes: those that pack the other tokens that leave, or None.
-    high: bool [B, H, leave], tokens with their head's higher rate if the store ranks them, else None.
+    tiers: the tokens of each tier if the store ranks them, else None.
     """
 
     which: range
@@ -43,7 +44,7 @@ class Packing(NamedTuple):
     place: int
     hidden: Tensor | None
     processes: ContextParallel | None
-    high: Tensor | None
+    tiers: list[OfTier] | None
 
 
 def encoded_side(
@@ -69,8 +70,8 @@ def encoded_side(
         codecs[0] = _fitted(store, side, codecs[0], sinks, waiting, call.place, loss)
         codecs[1:] = [codecs[0].at_rate(packed.bits) for packed in sides[1:]]
     log.debug("packing %d tokens with %s", call.leave, codecs[0].label)
-    if call.high is not None:
-        return list(zip(codecs, by_rate(store, side, codecs, joined(old, x), call), strict=True))
+    if call.tiers is not None:
+        return list(zip(codecs, by_rate(store, side, codecs, joined(old, x), call, call.tiers), strict=True))
     ahead, sides[0].ahead = sides[0].ahead, None
     if ahead is not None and ahead.is_of(codecs[0], call.place, old[:, :, : call.leave]):
         return [(codecs[0], ([ahead.planes], sides[0].lost))]
@@ -116,36 +117,36 @@ class Piece(NamedTuple):
     stop: int
 
 
-def by_rate(store: Store, side: int, codecs: Sequence[Codec], x: Tensor, call: Packing) -> list[Encoded]:
+def by_rate(
+    store: Store, side: int, codecs: Sequence[Codec], x: Tensor, call: Packing, tiers: Sequence[OfTier]
+) -> list[Encoded]:
     """Return the new blocks of each tier, with room for as many in every head as the head with the most of them has.
 
     codecs: of the tiers. x: tokens [B, H, leave or more, D].
     """
-    ranked, (B, H, _, D), n = store.ranked[0], x.shape, call.leave
-    counts = [count[0] * store.flush_tokens for count in ranked.blocks(n)]
+    (B, H, _, D), n = x.shape, call.leave
+    counts = [of.counts for of in tiers]
     layouts = [codec.layout(D) for codec in codecs]
     device = "meta" if x.is_meta else x.device
     planes = [
-        blank(layout, B, H, int(count.max()) // layout.block_tokens, device)
+        blank(layout, B, H, max(count) // layout.block_tokens, device)
         for layout, count in zip(layouts, counts, strict=True)
     ]
     lost = [tier.sides[side].lost for tier in store.tiers]
     if x.is_meta:
         return [([new], variance) for new, variance in zip(planes, lost, strict=True)]
-    assert call.high is not None
-    places = [ranked.places(tier, call.high, count) for tier, count in enumerate(counts)]
     most = coding.MOST_INPUT_ON_GPU if x.is_cuda else coding.MOST_INPUT
     step = max(1, most // (B * n * D))
     for first in range(0, H, step):
         heads = slice(first, min(first + step, H))
-        of = [codec.of_heads(first, heads.stop - first) for codec in codecs]
+        of = codecs if step >= H else [codec.of_heads(first, heads.stop - first) for codec in codecs]
         own = x[:, heads, :n]
         before = _inputs(store, side, of[0], own, call.place)
         for some in _together(store, own, counts, heads):
             parts = []
             for tier, which, start, stop in some:
                 inner = before[:, which.start - first : which.stop - first]
-                parts.append((codecs[tier], which, gathered(inner, places[tier][:, which, start:stop])))
+                parts.append((codecs[tier], which, gathered(inner, tiers[tier].tokens[:, which, start:stop])))
             for piece, made in zip(some, type(codecs[0]).encode_all(parts), strict=True):
                 at = piece.start // layouts[piece.tier].block_tokens
                 for name, plane in made.items():
@@ -153,7 +154,7 @@ def by_rate(store: Store, side: int, codecs: Sequence[Codec], x: Tensor, call: P
         for tier, of_tier in enumerate(store.tiers):
             if of_tier.sides[side].corrected:
                 blocks = {name: plane[:, heads] for name, plane in planes[tier].items()}
-                new = OfHeads(of[tier], blocks, places[tier][:, heads], counts[tier][heads])
+                new = OfHeads(of[tier], blocks, tiers[tier].tokens[:, heads], counts[tier][heads])
                 lost[tier] = _lost(store, tier, heads, lost[tier], new, (own, before), call)
     return [([new], variance) for new, variance in zip(planes, lost, strict=True)]
 
@@ -165,7 +166,7 @@ def _inputs(store: Store, side: int, codec: Codec, x: Tensor, place: int) -> Ten
     return joined(*(coding.codec_input(codec, part) for part in tokens))
 
 
-def _together(store: Store, x: Tensor, counts: Sequence[Tensor], heads: slice) -> Iterator[list[Piece]]:
+def _together(store: Store, x: Tensor, counts: Sequence[Sequence[int]], heads: slice) -> Iterator[list[Piece]]:
     """Yield pieces of all tiers that are encoded together.
 
     Few tokens are encoded in one call, because each call takes longer than their search. x: tokens of these heads.
@@ -176,9 +177,8 @@ def _together(store: Store, x: Tensor, counts: Sequence[Tensor], heads: slice) -
     elements = 0
     for which in store.ranked[0].alike(counts, heads):
         for tier, count in enumerate(counts):
-            for start, stop in coding.chunks(
-                0, int(count[which.start]), store.flush_tokens, x[:, : which.stop - which.start]
-            ):
+            own = x[:, : which.stop - which.start]
+            for start, stop in coding.chunks(0, count[which.start], store.flush_tokens, own):
                 size = B * (which.stop - which.start) * (stop - start) * D
                 if some and elements + size > most:
                     yield some
@@ -198,13 +198,12 @@ LOST_BLOCKS = 8
 
 
 class OfHeads(NamedTuple):
-    """Tokens that a tier packs of some heads: the codec, new blocks, places (see `RankedTokens.places`) and their
-    number in each head."""
+    """Tokens that a tier packs of some heads: the codec, new blocks, and which they are, see `OfTier`."""
 
     codec: Codec
     planes: PackedTensors
-    places: Tensor
     tokens: Tensor
+    counts: list[int]
 
 
 def _lost(
@@ -222,17 +221,21 @@ def _lost(
     """
     codec, planes, places, count = packed
     x, before = tokens
-    new = (store.tiers[tier].blocks[0, heads].cpu() == 0) & (count > 0)
-    if not bool(new.any()):
+    earlier = store.tiers[tier].blocks[0, heads].tolist()
+    new = [h for h, n in enumerate(count) if n and not earlier[h]]
+    if not new:
         return known
     B, D = before.shape[0], before.shape[3]
     layout = codec.layout(D)
-    unit, blocks = layout.block_tokens, (count // layout.block_tokens)[:, None]
-    used, at = blocks.clamp(max=LOST_BLOCKS), torch.arange(LOST_BLOCKS)
-    few = at.minimum(used - 1).clamp(min=0) * (blocks - 1).clamp(min=0) // (used - 1).clamp(min=1)
-    measured = (few[..., None] * unit + torch.arange(unit)).flatten(1).to(x.device)
-    counts = ((at < used) & new[:, None]).repeat_interleave(unit, 1).to(x.device)
-    coded = layout.select_blocks(planes, few.to(x.device).expand(B, -1, -1))
+    unit, chosen, used = layout.block_tokens, [], []
+    for h, n in enumerate(count):
+        blocks, last = n // unit, min(n // unit, LOST_BLOCKS) - 1
+        chosen.append([min(i, last) * (blocks - 1) // max(last, 1) if blocks else 0 for i in range(LOST_BLOCKS)])
+        used.append([h in new and i <= last for i in range(LOST_BLOCKS)])
+    few = torch.tensor(chosen).to(x.device)
+    measured = (few[..., None] * unit + torch.arange(unit, device=x.device)).flatten(1)
+    counts = torch.tensor(used).repeat_interleave(unit, 1).to(x.device)
+    coded = layout.select_blocks(planes, few.expand(B, -1, -1))
     index = places.gather(2, measured.expand(B, -1, -1))
     shown = _shown(call.place + index, call.hidden)
     sums, counts = LostVariance(), counts.expand(B, -1, -1) if shown is None else counts & shown
@@ -244,8 +247,7 @@ def _lost(
     assert found is not None
     users = store.tiers[tier].keys.users
     made = x.new_zeros((B, len(users), D), dtype=torch.float32) if known is None else known.clone()
-    numbers = new.nonzero().flatten().tolist()
-    made[:, [users.index(heads.start + h) for h in numbers]] = found[:, numbers]
+    made[:, [users.index(heads.start + h) for h in new]] = found[:, new]
     return made
 
 

@@ -8,7 +8,7 @@ position. One bit per token says which; positions follow from it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,6 +71,14 @@ class HeadRates:
     def users(self, tier: int) -> list[int]:
         """Return the heads that have tokens in a tier."""
         return (self.tiers == tier).any(1).nonzero().flatten().tolist()
+
+
+class OfTier(NamedTuple):
+    """Tokens that are packed in a tier: their number in each head, and which they are, ascending, int64 [B, H, most of
+    a head]. A head that has fewer gets any tokens in the other places."""
+
+    counts: list[int]
+    tokens: Tensor
 
 
 class RankedTokens(Stateful):
@@ -156,19 +164,21 @@ class RankedTokens(Stateful):
         chosen = (at < most[:, None]).expand_as(order)
         return torch.empty_like(order, dtype=torch.bool).scatter_(2, order, chosen)
 
-    def places(self, tier: int, high: Tensor, count: Tensor) -> Tensor:
-        """Return the tokens of each head that are packed in a tier, ascending, int64 [B, H, most of a head].
+    def by_tier(self, high: Tensor) -> list[OfTier]:
+        """Return the tokens that are packed in each tier. high: what `choose` returned, not empty."""
+        n, first = high.shape[2], self.tiers[:, 0].tolist()
+        order = high.argsort(dim=-1, descending=True, stable=True)  # the higher rate first
+        found = []
+        for tier, blocks in enumerate(self.blocks(n)):
+            counts = [count * self.block for count in blocks[0].tolist()]
+            begin = [0 if own == tier else n - count for own, count in zip(first, counts, strict=True)]
+            numbers = (torch.arange(max(counts)) + torch.tensor(begin)[:, None]).clamp_(max=n - 1).to(high.device)
+            found.append(OfTier(counts, order.gather(2, numbers.expand(len(order), -1, -1))))
+        return found
 
-        A head that has fewer, or none, gets any tokens in the other places. high: what `choose` returned. count:
-        int64 [H], how many there are, see `blocks`.
-        """
-        numbers = torch.arange(int(count.max())).minimum((count - 1).clamp(min=0)[:, None]).to(high.device)
-        value = (self.tiers[:, 0] == tier).to(high.device)
-        return _places(high == value[:, None], numbers.expand(len(high), -1, -1)).clamp_(0, high.shape[2] - 1)
-
-    def alike(self, counts: Sequence[Tensor], heads: slice) -> Sequence[slice]:
-        """Return slices of some heads that pack as many tokens in every tier. counts: of each tier, int64 [H]."""
-        kinds, found, first = torch.stack(list(counts), dim=1).tolist(), [], heads.start
+    def alike(self, counts: Sequence[Sequence[int]], heads: slice) -> Sequence[slice]:
+        """Return slices of some heads that pack as many tokens in every tier. counts: of each tier, by head."""
+        kinds, found, first = list(zip(*counts, strict=True)), [], heads.start
         for h in range(heads.start + 1, heads.stop + 1):
             if h == heads.stop or kinds[h] != kinds[first]:
                 found.append(slice(first, h))

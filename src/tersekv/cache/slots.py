@@ -149,9 +149,10 @@ class Slots(Stateful):
 
         new: positions and fields [B, H, m·unit].
         """
-        before = sum(int(count.sum()) for count in self.counts[:first]) * self.unit
-        index, _ = self.index(first, self.unit)
-        slots = kept.repeat_interleave(self.unit, dim=2)
+        if self.held:
+            before = sum(int(count.sum()) for count in self.counts[:first]) * self.unit
+            index, _ = self.index(first, self.unit)
+            slots = kept.repeat_interleave(self.unit, dim=2)
         for name, x in self.held.items():
             padded = x[before:][index]
             padded = padded if new is None else torch.cat([padded, new[name].to(x.dtype)], dim=2)

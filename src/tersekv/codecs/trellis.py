@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
-from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, shared_out
+from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, searched_error, shared_out
 from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
 from tersekv.codecs.common.search import ByHead, searched
@@ -325,8 +325,8 @@ class Trellis(Codec):
             shift = self.fitted["mean"].float() if self._own_mean else torch.zeros_like(scale)
             weight = self.fitted["weight"].float() * scale.square()
             like = ByHead(shift, self._inverse() / scale.unsqueeze(-2), weight, bits, weight)
-        expected = torch.tensor((0.0, *SQUARED_ERROR[self.code][1:])).to(bits.device, non_blocking=True)
-        enough = ENOUGH[self.bits >= MANY_BITS] * (like.weight * expected[bits.long()]).sum(-1)
+        expected = searched_error(self.code).to(bits.device, non_blocking=True)
+        enough = ENOUGH[self.bits >= MANY_BITS] * (like.weight * expected[bits.int()]).sum(-1)
         return like._replace(bits=bits, enough=enough)
 
     def check_gain(self, length: Tensor) -> None:

@@ -150,7 +150,8 @@ class Layout:
         fixed = {name: plane for name, plane in planes.items() if self.planes[name].ragged is None}
         B, H, N = next(iter(fixed.values())).shape[:3]
         head, block = numbers // max(N, 1), numbers % max(N, 1)
-        chosen = {name: plane[head // H, head % H, block] for name, plane in fixed.items()}
+        place = head // H, head % H, block
+        chosen = {name: plane[place] for name, plane in fixed.items()}
         if self.starts is None:
             return chosen
         return chosen | self._select_entries(planes, (block * (B * H) + head).permute(2, 0, 1))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tersekv.kernels.trellis_search import MOST_BITS
+from tersekv.tensors import cached_table
 
 SQUARED_ERROR = {
     "trellis": (1.0, 0.288, 0.0771, 0.0207, 0.00572, 0.00175, 0.00064, 0.000193, 0.000095),
@@ -22,11 +23,22 @@ def allotted(variance: Tensor, total: int, error: tuple[float, ...]) -> Tensor:
     Each further bit reduces the error by less, so bits go to the largest reductions.
     """
     D = variance.shape[-1]
-    falls = torch.tensor([error[b] - error[b + 1] for b in range(MOST_BITS)], dtype=torch.float64)
-    gain = variance.double().cpu().clamp_min(1e-300).unsqueeze(-1) * falls
+    gain = variance.double().cpu().clamp_min(1e-300).unsqueeze(-1) * _falls(error)
     order = gain.flatten(-2).argsort(dim=-1, descending=True, stable=True)[..., :total]
     taken = torch.zeros((*variance.shape[:-1], D * MOST_BITS), dtype=torch.uint8).scatter_(-1, order, 1)
     return taken.unflatten(-1, (D, MOST_BITS)).sum(-1).to(torch.uint8).to(variance.device)
+
+
+@cached_table
+def searched_error(code: str) -> Tensor:
+    """Return the squared error at 0 to 8 bits, float32 [9]: 0 without bits, where nothing is searched."""
+    return torch.tensor((0.0, *SQUARED_ERROR[code][1:]))
+
+
+@cached_table
+def _falls(error: tuple[float, ...]) -> Tensor:
+    """Return by how much each further bit reduces an error, float64 [8]."""
+    return torch.tensor([error[b] - error[b + 1] for b in range(MOST_BITS)], dtype=torch.float64)
 
 
 def shared_out(losses: Sequence[Tensor], words: int, word_bits: int, error: tuple[float, ...]) -> list[int]:

@@ -55,8 +55,13 @@ def searched(parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
     )
     parts[0][0].check_gain(packed[2])
     sizes = [len(x) * n for x, n in zip(rows, cut, strict=True)]
-    each = zip(parts, words, found, *(t.split(sizes) for t in packed[:2]), strict=True)
-    return [_blocks(x, of, stream[..., :own], gain) for (_, _, x), own, of, stream, gain in each]
+    streams = packed[0].unflatten(1, (-1, BLOCK_TOKENS)).transpose(-1, -2).contiguous()
+    gains = packed[1].unflatten(1, (-1, BLOCK_TOKENS))
+    each = zip(parts, words, found, streams.split(sizes), gains.split(sizes), strict=True)
+    return [
+        {"stream": _blocks(x, of, stream[..., :own, :]), "gain": _blocks(x, of, gain)}
+        for (_, _, x), own, of, stream, gain in each
+    ]
 
 
 def _by_codec(codecs: Sequence[Any]) -> dict[int, ByHead]:
@@ -105,15 +110,9 @@ def _rows(x: Tensor, of: ByHead) -> Tensor:
     return x.flatten(0, 1) if _in_order(x, of) else x.transpose(0, 1).flatten(1, 2)
 
 
-def _blocks(x: Tensor, of: ByHead, stream: Tensor, gain: Tensor) -> PackedTensors:
-    """Return the packed tensors of x from those of its rows."""
+def _blocks(x: Tensor, of: ByHead, rows: Tensor) -> Tensor:
+    """Return blocks of rows of x, [rows, n, ...], as [B, H, N, ...]."""
     B, H, T, _ = x.shape
     if _in_order(x, of):
-        stream, gain = stream.reshape(B, H, T, -1), gain.reshape(B, H, T)
-    else:
-        stream, gain = (t.reshape(H, B, T, -1).transpose(0, 1) for t in (stream, gain))
-    blocks = B, H, T // BLOCK_TOKENS, BLOCK_TOKENS
-    return {
-        "stream": stream.reshape(*blocks, -1).transpose(-1, -2).contiguous(),
-        "gain": gain.reshape(blocks).contiguous(),
-    }
+        return rows.reshape(B, H, T // BLOCK_TOKENS, *rows.shape[2:])
+    return rows.reshape(H, B, T // BLOCK_TOKENS, *rows.shape[2:]).transpose(0, 1).contiguous()
