@@ -112,6 +112,7 @@ std::vector<Isa> detect() {
   need(avx2, __builtin_cpu_supports("fma"), "fma");
   need(avx2, __builtin_cpu_supports("avx") && has_f16c(), "f16c");
   avx512 = avx2;
+  need(avx512, __builtin_cpu_supports("bmi2"), "bmi2");
   need(avx512, __builtin_cpu_supports("avx512f"), "avx512f");
   need(avx512, __builtin_cpu_supports("avx512bw"), "avx512bw");
   need(avx512, __builtin_cpu_supports("avx512dq"), "avx512dq");

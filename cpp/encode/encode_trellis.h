@@ -3,8 +3,6 @@
 
 #include <array>
 
-#include <array>
-
 #include "contract.h"
 
 namespace tersekv {

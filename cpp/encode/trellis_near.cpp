@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdlib>
 #include <numeric>
+#include <utility>
 
 namespace tersekv {
 namespace {
@@ -66,10 +67,14 @@ const int16_t* NearTables::get(int bits, int next) {
 
 std::shared_ptr<NearTables> near_tables(const int16_t* scaled) {
   static std::mutex mutex;
-  static std::shared_ptr<NearTables> last;
+  static std::shared_ptr<NearTables> kept[2];  // keys and values may have different codebooks
   const std::lock_guard<std::mutex> lock(mutex);
-  if (!last || !last->of(scaled)) last = std::make_shared<NearTables>(scaled);
-  return last;
+  if (kept[1] && kept[1]->of(scaled)) std::swap(kept[0], kept[1]);
+  if (!kept[0] || !kept[0]->of(scaled)) {
+    kept[1] = std::move(kept[0]);
+    kept[0] = std::make_shared<NearTables>(scaled);
+  }
+  return kept[0];
 }
 
 }  // namespace tersekv

@@ -38,7 +38,7 @@ class NearTables {
   Table tables_[kTrellisRates][kTrellisRates];
 };
 
-// Return the tables of codebooks scaled to int16, states in reverse. All calls mostly have the same ones.
+// Return the tables of codebooks scaled to int16, states in reverse. Calls mostly have one or two sets of them.
 std::shared_ptr<NearTables> near_tables(const int16_t* scaled);
 
 }  // namespace tersekv

@@ -125,10 +125,10 @@ struct Avx2Costs {
   static void pick(W low, W high, W low_from, W high_from, W& least, W& from) {
     choose(low, high, low_from, high_from, 0, least, from);
   }
-  // From components of 3 bits to ones of 3, an eighth of the lanes comes from the groups whose lowest two bits are its
-  // number. Else each reads the first eight or sixteen groups, or all.
+  // From components of 3 bits to ones of 3, each quarter of the lanes comes from the eight groups whose lowest two bits
+  // are its number. Else all lanes read the first eight or sixteen groups, or all.
   struct Costs32 {
-    __m256i eighth[4];
+    __m256i part[4];
   };
   template <int K, int NEXT>
   static Costs32 table(W costs) {
@@ -154,10 +154,10 @@ struct Avx2Costs {
     const __m256i twice = kOwn ? _mm256_srli_epi16(group, 1) : _mm256_add_epi8(group, group);
     const __m256i bytes =
         _mm256_or_si256(_mm256_and_si256(twice, _mm256_set1_epi16(0x0e0e)), _mm256_set1_epi16(0x0100));
-    const auto of = [&](int i) { return _mm256_shuffle_epi8(t.eighth[i], bytes); };
+    const auto of = [&](int i) { return _mm256_shuffle_epi8(t.part[i], bytes); };
     if constexpr (kOwn) return of(first);
     if constexpr (K > 4) return of(0);
-    // A byte's highest bit chooses between two eighths.
+    // A byte's highest bit chooses between two parts.
     const __m256i odd = _mm256_slli_epi16(twice, 3);
     const __m256i low = _mm256_blendv_epi8(of(0), of(1), odd);
     if constexpr (K == 4) return low;

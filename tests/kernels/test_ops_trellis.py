@@ -11,12 +11,22 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tersekv.codecs.codebooks.trellis import trellis_entries
+from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels import trellis_search as search
 from tersekv.kernels.cpu import encode as native
-from tersekv.kernels.trellis import encode_trellis, gains, pack_stream, pack_trellis, pack_vectors, windows_of
+from tersekv.kernels.trellis import (
+    _lengths,
+    encode_trellis,
+    first_gains,
+    gain_codes,
+    gains,
+    pack_stream,
+    pack_trellis,
+    pack_vectors,
+    windows_of,
+)
 from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
 
 
@@ -34,16 +44,22 @@ def mixed_bits(R, D, seed=0):
     return bits
 
 
+def following(bits):
+    """Weights with which all components have about the same error."""
+    return 4.0 ** (bits.float() - 5)
+
+
 def squared_error(y, weight, bits, windows):
     """Return the squared error per vector, float64 [R, n]."""
     entries = tables()[bits.long()[:, None], windows.long()].double()
     return ((y.double() - entries).square() * weight.double()[:, None] * (bits > 0)[:, None]).sum(-1)
 
 
-def check(y, weight, bits):
+def check(y, weight, bits, entries=None):
+    entries = tables() if entries is None else entries
     windows, expected = (
-        native.encode_trellis(y, weight, bits, tables()),
-        encode_trellis.reference(y, weight, bits, tables()),
+        native.encode_trellis(y, weight, bits, entries),
+        encode_trellis.reference(y, weight, bits, entries),
     )
     assert windows.shape == y.shape
     assert windows.dtype is torch.uint8
@@ -71,6 +87,25 @@ def test_mixed_rates(isa, D):  # noqa: F811
     for seed in range(3):
         bits = mixed_bits(1, D, seed)
         check(torch.randn(1, 7, D), torch.rand(1, D) ** 4, bits)
+
+
+RATES = [3, 8, 5, 7, 6, 4, 3, 3, 4, 6, 8, 7, 5, 3, 4, 5, 3, 2, 4, 1, 7, 2, 6]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_near_entries_between_rates(isa, order):  # noqa: F811
+    """Each pair of rates has near entries of its own. Costs are subtracted on the way."""
+    torch.manual_seed(0)
+    bits = torch.tensor([RATES[::order] * 3], dtype=torch.uint8)
+    check(torch.randn(1, 60, bits.shape[1]), following(bits), bits)
+
+
+def test_other_codebooks(isa):  # noqa: F811
+    """Entries of scalar codebooks are equal for many windows. The tables of the last two sets are kept."""
+    torch.manual_seed(0)
+    bits = mixed_bits(1, 64)
+    for entries in (scalar_entries("cpu"), tables(), scalar_entries("cpu"), tables() * 2, tables()):
+        check(torch.randn(1, 20, 64), following(bits), bits, entries)
 
 
 def test_edges(isa):  # noqa: F811
@@ -175,12 +210,12 @@ def times_the_error(monkeypatch, rates, vectors, **constants):
     """Return the squared error relative to that of a search with other constants, whose codes must differ."""
     torch.manual_seed(0)
     bits = torch.tensor([rates], dtype=torch.uint8)
-    y, weight = torch.randn(1, vectors, 64), 4.0 ** (bits.float() - 5)
+    y, weight = torch.randn(1, vectors, 64), following(bits)
     ours = native.encode_trellis(y, weight, bits, tables())
     for name, value in constants.items():
         monkeypatch.setattr(search, name, value)
     other = encode_trellis.reference(y, weight, bits, tables())
-    assert not torch.equal(ours, other)
+    assert max(rates) > 5 or not torch.equal(ours, other)
     ours, other = (squared_error(y, weight, bits, found).sum() for found in (ours, other))
     return ours / other
 
@@ -194,7 +229,17 @@ def test_a_first_state_from_some_components_costs_little(monkeypatch, rates, mos
     assert times_the_error(monkeypatch, rates, 400, **all_bits) < most
 
 
-@pytest.mark.parametrize(("rates", "most"), [([3] * 64, 1.001), ([4] * 64, 1.001), ([5] * 64, 1.004), (FALLING, 1.001)])
+@pytest.mark.parametrize(
+    ("rates", "most"),
+    [
+        ([3] * 64, 1.001),
+        ([4] * 64, 1.001),
+        ([5] * 64, 1.004),
+        ([6] * 64, 1.0005),
+        ([7, 8] * 32, 1.0005),
+        (FALLING, 1.001),
+    ],
+)
 def test_near_entries_cost_little(monkeypatch, rates, most):
     """The bound is relative to paths that may take any entry."""
     assert times_the_error(monkeypatch, rates, 2000, LEAST_NEAR=9) < most
@@ -248,6 +293,26 @@ def test_packing_with_a_gain_is_as_good_as_the_reference(isa, steps, R, n, D):  
         plain = packed_error(y, weight, bits, *native.pack_trellis(y, weight, bits, tables(), words, [], enough))
         assert (ours <= plain * (1 + 1e-5)).all()
         assert ours.sum() < plain.sum() or n == 1
+
+
+@pytest.mark.parametrize("rates", [[8] * 64, [7, 8, 1] * 16, RATES + [6], [1] * 16, [0, 7, 7, 2] * 3])
+def test_windows_are_written_as_the_stream(isa, rates):  # noqa: F811
+    """The first search of a vector writes the newest bits of its windows."""
+    torch.manual_seed(0)
+    bits = torch.tensor([rates], dtype=torch.uint8)
+    y, weight, words = torch.randn(1, 30, len(rates)), following(bits) * (bits > 0), sum(rates) // 16
+    stream, _ = native.pack_trellis(y, weight, bits, tables(), words, [], torch.zeros(1))
+    codes = gain_codes(_lengths(y, bits))
+    tried = gains(first_gains(codes, y, weight, bits, tables()))
+    windows = native.encode_trellis(y / tried.unsqueeze(-1), weight, bits, tables())
+    assert torch.equal(stream, pack_stream(windows, bits, words))
+
+
+def test_packing_of_numbers_out_of_range_ends(isa):  # noqa: F811
+    call = vector_call(64, 32)
+    for bad in (float("nan"), float("inf"), 1e30, 1e-40):
+        stream, gain, _ = native.pack_vectors(call[0] * bad, *call[1:])
+        assert stream.shape[:2] == gain.shape == call[0].shape[:2]
 
 
 def test_vectors_with_a_small_error_are_searched_once(isa):  # noqa: F811

@@ -34,7 +34,7 @@ def check(device, y, weight, bits):  # noqa: F811
     assert torch.equal(windows, expected)
 
 
-@pytest.mark.parametrize("rate", [1, 2, 3, 4, 5, 6, 8])
+@pytest.mark.parametrize("rate", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_one_rate(device, rate):  # noqa: F811
     """Half of 48 components are searched in advance, and all of 8."""
     torch.manual_seed(rate)
@@ -43,10 +43,17 @@ def test_one_rate(device, rate):  # noqa: F811
 
 
 def test_falling_rates(device):  # noqa: F811
-    """Paths take near entries but for the first components and where the rate changes. Some components have no bits."""
+    """Paths take near entries but for the first components around the ring. Some components have no bits."""
     bits = torch.tensor([[6, 6, 5, 5, 5, 0, 4, 4, 0, 4, 3, 3, 3, 0], [4, 4, 4, 0, 4, 3, 3, 3, 3, 3, 3, 4, 4, 4]])
     torch.manual_seed(0)
     check(device, torch.randn(2, 5, 14), torch.rand(2, 14) + 0.1, bits.to(torch.uint8))
+
+
+def test_near_entries_between_rates(device):  # noqa: F811
+    """Weights follow the bits, and there are more components than costs are left to grow over."""
+    bits = torch.tensor([[3, 8, 5, 7, 6, 4, 3, 3, 4, 6, 8, 7, 5, 3, 4, 5, 3, 2, 4, 1]], dtype=torch.uint8)
+    torch.manual_seed(0)
+    check(device, torch.randn(1, 5, 20), 4.0 ** (bits.float() - 4), bits)
 
 
 def test_rows_of_mixed_rates(device):  # noqa: F811

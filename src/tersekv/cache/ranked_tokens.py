@@ -57,7 +57,7 @@ class HeadRates:
     rates: see `LayerPlan`; None if the share `budget` of the tokens of all heads has the codec's bits, and the rest
         `rest` bits.
     lower: bits of the layer's tiers, except the first, whose codec has the bits of the plan.
-    tiers: int64 [H, 2], number of the tier of each head's higher and lower rate.
+    tiers: int64 [H, 2], number of the tier of each head's higher and lower rate, which differ.
     shares: share of each head's tokens that have the higher rate.
     """
 
@@ -167,6 +167,8 @@ class RankedTokens(Stateful):
     def by_tier(self, high: Tensor) -> list[OfTier]:
         """Return the tokens that are packed in each tier. high: what `choose` returned, not empty."""
         n, first = high.shape[2], self.tiers[:, 0].tolist()
+        if high.is_meta:  # numbers only
+            return [OfTier([count * self.block for count in blocks[0].tolist()], high) for blocks in self.blocks(n)]
         order = high.argsort(dim=-1, descending=True, stable=True)  # the higher rate first
         found = []
         for tier, blocks in enumerate(self.blocks(n)):

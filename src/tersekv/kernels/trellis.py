@@ -12,13 +12,14 @@ Shapes: n vectors in each of R rows; the vectors of a row share bits and weights
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tersekv.kernels.registry import operator
-from tersekv.kernels.trellis_search import STATE_BITS, STATES, CostUnits, cost_units, search
+from tersekv.kernels.trellis_search import STATE_BITS, STATES, CostUnits, cost_units, near_entries, search
 
 VECTORS_AT_A_TIME = 2048
 
@@ -56,6 +57,7 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
     """
     out = torch.zeros(y.shape, dtype=torch.uint8, device=y.device)
     units = cost_units(weight, bits, tables)
+    near = functools.cache(functools.partial(near_entries, units.entries))
     for r in range(len(y)):
         active = bits[r].nonzero()[:, 0].tolist()
         if not active:
@@ -63,7 +65,7 @@ def encode_trellis(y: Tensor, weight: Tensor, bits: Tensor, tables: Tensor) -> T
         own = CostUnits(units.entries, *(x[r, active] for x in units[1:]))
         for start in range(0, y.shape[1], VECTORS_AT_A_TIME):
             part = y[r, start : start + VECTORS_AT_A_TIME].float()
-            out[r, start : start + len(part), active] = search(part[:, active], bits[r, active].tolist(), own)
+            out[r, start : start + len(part), active] = search(part[:, active], bits[r, active].tolist(), own, near)
     return out
 
 

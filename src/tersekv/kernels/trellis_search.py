@@ -5,6 +5,7 @@ Shapes: n vectors of D components, A of which have bits; R rows, whose vectors s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -130,9 +131,11 @@ def near_entries(entries: Tensor, bits: int, after: int) -> Tensor | None:
 
     entries: int16 [9, 256], see `CostUnits`. Returns bool [2·BINS + 1, 256], by bin and window.
     """
+    if min(bits, after) < LEAST_NEAR:
+        return None
     groups = entries[bits].int().view(-1, 1 << after)
     ordered = groups.sort(-1).values
-    if min(bits, after) < LEAST_NEAR or bool((ordered[:, 2:] == ordered[:, :-2]).any()):
+    if bool((ordered[:, 2:] == ordered[:, :-2]).any()):
         return None
     middle = torch.arange(-BINS, BINS + 1, device=entries.device)[:, None, None] * LARGEST
     distance = (groups * BINS - middle).abs()  # [bins, groups, members]
@@ -146,21 +149,25 @@ def bins_of(y: Tensor, factor: Tensor) -> Tensor:
     return (y.float() * per_bin).round().clamp(-BINS, BINS).long() + BINS
 
 
-def search(y: Tensor, bits: list[int], units: CostUnits) -> Tensor:
+Near = Callable[[int, int], "Tensor | None"]
+"""`near_entries` of one set of tables."""
+
+
+def search(y: Tensor, bits: list[int], units: CostUnits, near: Near) -> Tensor:
     """Search windows uint8 [n, A] for the A components that have bits."""
     n, A = y.shape
     y = scaled(y, units.unit, units.limit)
     begin, end = (int(x) for x in first_search(torch.tensor(bits)))
     free = torch.zeros(n, STATES, dtype=torch.int32, device=y.device)
     order = [d % A for d in range(end)]
-    cost, chosen = _forward(free, order, y, bits, units, 0)
+    cost, chosen = _forward(free, order, y, bits, units, near, 0)
     best = (cost == cost.amin(1, keepdim=True)).int().argmax(1)
     width = bits[begin % A]
     group = _back(best, order, chosen, bits, end - begin)[0] >> width
     first = group << width  # older bits are in no window of the ring
     closed = torch.full_like(free, MOST_COST).scatter_(1, first[:, None], 0)
     order = [d % A for d in range(begin, begin + A)]
-    cost, chosen = _forward(closed, order, y, bits, units, STATE_BITS)
+    cost, chosen = _forward(closed, order, y, bits, units, near, STATE_BITS)
     last = first | _meet(cost, width)[1].gather(1, group[:, None])[:, 0]
     windows = torch.empty_like(y, dtype=torch.uint8)
     windows[:, order] = _back(last, order, chosen, bits, A, first)[1]
@@ -176,7 +183,7 @@ def _meet(cost: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def _forward(
-    cost: Tensor, order: list[int], y: Tensor, bits: list[int], units: CostUnits, fixed: int
+    cost: Tensor, order: list[int], y: Tensor, bits: list[int], units: CostUnits, near: Near, fixed: int
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the least costs int32 [n, 256] of the paths to each state, and for each step the bits
     shifted out on that path.
@@ -197,9 +204,9 @@ def _forward(
         cost = (least.repeat(1, 1 << bits[d]) + (off * off >> 16).int()).clamp(max=MOST_COST)
         fixed -= bits[d]
         if fixed <= 0 and units.factor[d] >= LEAST_FACTOR:
-            near = near_entries(units.entries, bits[d], bits[(d + 1) % len(bits)])
-            if near is not None:
-                cost = torch.where(near[bins[:, d]], cost, MOST_COST + 1)
+            some = near(bits[d], bits[(d + 1) % len(bits)])
+            if some is not None:
+                cost = torch.where(some[bins[:, d]], cost, MOST_COST + 1)
     return cost, chosen
 
 
