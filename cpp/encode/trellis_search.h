@@ -118,20 +118,27 @@ template <class S, int GROUPS>
   }
 }
 
-// Find the best states before a component of NEXT bits among all.
+// Find the best states before a component of NEXT bits among all, whose costs are given.
 template <class S, int NEXT>
-void choose_states(const uint16_t* cost, const Component& c, bool renormalise, const Searched& own) {
+[[gnu::always_inline]] inline void choose_states(const typename S::W* cost, const Component& c, bool renormalise,
+                                                 const Searched& own) {
   constexpr int kGroups = groups_of(NEXT), kVectors = kGroups < kCosts ? 1 : kGroups / kCosts;
-  typename S::W all[kCostVectors];
-  repeat<kCostVectors>([&](auto z) TERSEKV_INLINE { all[z] = S::load(cost + z * kCosts); });
   Choice<S> best[kVectors];
-  repeat<kVectors>([&](auto x) TERSEKV_INLINE { best[x] = survivors<S, (NEXT < 3 ? NEXT : 3)>(all, x); });
+  repeat<kVectors>([&](auto x) TERSEKV_INLINE { best[x] = survivors<S, (NEXT < 3 ? NEXT : 3)>(cost, x); });
   halve<S, kGroups, 16>(best[0]);
   halve<S, kGroups, 8>(best[0]);
   halve<S, kGroups, 4>(best[0]);
   halve<S, kGroups, 2>(best[0]);
   halve<S, kGroups, 1>(best[0]);
   finish<S, kGroups>(best, renormalise, own, c);
+}
+
+// Do the same with costs in memory.
+template <class S, int NEXT>
+void choose_among(const uint16_t* cost, const Component& c, bool renormalise, const Searched& own) {
+  typename S::W all[kCostVectors];
+  repeat<kCostVectors>([&](auto z) TERSEKV_INLINE { all[z] = S::load(cost + z * kCosts); });
+  choose_states<S, NEXT>(all, c, renormalise, own);
 }
 
 template <class S>
@@ -143,28 +150,33 @@ void take_step(const Component& c, int64_t i, bool renormalise, Searched* const*
   using W = typename S::W;
   using Choose = void (*)(const uint16_t*, const Component&, bool, const Searched&);
   static constexpr Choose choose[kTrellisRates] = {nullptr,
-                                                   choose_states<S, 1>,
-                                                   choose_states<S, 2>,
-                                                   choose_states<S, 3>,
-                                                   choose_states<S, 4>,
-                                                   choose_states<S, 5>,
-                                                   choose_states<S, 6>,
-                                                   choose_states<S, 7>,
-                                                   choose_states<S, 8>};
+                                                   choose_among<S, 1>,
+                                                   choose_among<S, 2>,
+                                                   choose_among<S, 3>,
+                                                   choose_among<S, 4>,
+                                                   choose_among<S, 5>,
+                                                   choose_among<S, 6>,
+                                                   choose_among<S, 7>,
+                                                   choose_among<S, 8>};
   constexpr int kVectors = groups_of(K) < kCosts ? 1 : groups_of(K) / kCosts;
   const W factor = S::set1(c.factor);
   for (int64_t v = 0; v < n; v++) {
     const Searched& own = *vectors[v];
-    alignas(64) uint16_t cost[kTrellisStates];
     const W off = S::set1(own.scaled[i]);
-    W before[kVectors];
+    W before[kVectors], cost[kCostVectors];
     repeat<kVectors>([&](auto x) TERSEKV_INLINE { before[x] = S::load(own.cost + x * kCosts); });
     repeat<kCostVectors>([&](auto z) TERSEKV_INLINE {
       const W difference = S::difference(S::scaled(S::load(c.entries + z * kCosts), factor), off);
       const W error = S::template squared<(K > 4 ? K - 4 : 0)>(difference);
-      S::store(cost + z * kCosts, S::plus(S::template from<K, z>(before[Origin<K, z>::kVector]), error));
+      cost[z] = S::plus(S::template from<K, z>(before[Origin<K, z>::kVector]), error);
     });
-    choose[c.next](cost, c, renormalise, own);
+    if (c.next == K) {
+      choose_states<S, K>(cost, c, renormalise, own);
+    } else {
+      alignas(64) uint16_t all[kTrellisStates];
+      repeat<kCostVectors>([&](auto z) TERSEKV_INLINE { S::store(all + z * kCosts, cost[z]); });
+      choose[c.next](all, c, renormalise, own);
+    }
   }
 }
 
