@@ -295,7 +295,7 @@ def test_packing_with_a_gain_is_as_good_as_the_reference(isa, steps, R, n, D):  
         assert ours.sum() < plain.sum() or n == 1
 
 
-@pytest.mark.parametrize("rates", [[8] * 64, [7, 8, 1] * 16, RATES + [6], [1] * 16, [0, 7, 7, 2] * 3])
+@pytest.mark.parametrize("rates", [[8] * 64, [7, 8, 1] * 16, [*RATES, 6], [1] * 16, [0, 7, 7, 2] * 3])
 def test_windows_are_written_as_the_stream(isa, rates):  # noqa: F811
     """The first search of a vector writes the newest bits of its windows."""
     torch.manual_seed(0)
