@@ -4,6 +4,7 @@
 #include <array>
 #include <cmath>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "isa.h"
@@ -14,6 +15,7 @@ namespace tersekv {
 namespace {
 
 constexpr double kNsPerStep = 5.0;  // rough value, with AVX-512
+
 struct SearchTasks {
   const EncodeTrellis& call;
   decltype(Kernels::encode_trellis) encode;
@@ -47,33 +49,25 @@ struct Codebooks {
   std::array<float, kTrellisRates> most;
   std::shared_ptr<NearTables> near;
 
-  const int16_t* found[kTrellisRates][kTrellisRates];  // near entries, see NearTables
-  bool known[kTrellisRates][kTrellisRates] = {};
-
   explicit Codebooks(const float* entries) : most(scale_tables(entries, scaled)), near(near_tables(scaled)) {}
-
-  const int16_t* near_of(int bits, int next) {
-    if (!known[bits][next]) found[bits][next] = near->get(bits, next);
-    known[bits][next] = true;
-    return found[bits][next];
-  }
 };
 
 // The rows of a call.
 class Rows {
  public:
-  Rows(const EncodeTrellis& call, Codebooks& books)
+  Rows(const EncodeTrellis& call, const Codebooks& books)
       : columns_(round_up(call.D, kLanes)),
         components_(call.R * call.D),
         floats_(5 * call.R * columns_),
         places_(call.R * columns_),
         newest_(call.R * columns_ / 8) {
+    const std::lock_guard<std::mutex> lock(books.near->mutex);
     for (int64_t row = 0; row < call.R; row++) rows_.push_back(made(call, row, books));
   }
   const TrellisRow* data() const { return rows_.data(); }
 
  private:
-  TrellisRow made(const EncodeTrellis& call, int64_t row, Codebooks& books);
+  TrellisRow made(const EncodeTrellis& call, int64_t row, const Codebooks& books);
 
   int64_t columns_;
   std::vector<TrellisRow> rows_;
@@ -97,7 +91,7 @@ float middle_error(const float* weight, const uint8_t* bits, int64_t D) {
 }
 
 // Units are those of cost_units in kernels/trellis_search.py.
-TrellisRow Rows::made(const EncodeTrellis& call, int64_t row, Codebooks& books) {
+TrellisRow Rows::made(const EncodeTrellis& call, int64_t row, const Codebooks& books) {
   const float* weight = call.weight + row * call.D;
   const uint8_t* bits = call.bits + row * call.D;
   Component* components = components_.data() + row * call.D;
@@ -130,7 +124,7 @@ TrellisRow Rows::made(const EncodeTrellis& call, int64_t row, Codebooks& books) 
   for (int64_t a = 0; a < out.count; a++) {
     Component& c = components[a];
     c.next = components[a + 1 < out.count ? a + 1 : 0].bits;
-    if (c.factor >= kTrellisLeastFactor) c.near = books.near_of(c.bits, c.next);
+    if (c.factor >= kTrellisLeastFactor) c.near = books.near->get(c.bits, c.next);
     c.place = static_cast<int>(out.choices);
     out.choices += std::max(32, kTrellisStates >> c.next);
     const float end = books.most[c.bits], product = weights[a] * end, sum = product * end + expected;
@@ -162,7 +156,7 @@ const double* trellis_gain_bounds() {
 
 void encode_trellis(EncodeTrellis call, int threads) {
   if (call.R * call.n * call.D == 0) return;
-  Codebooks books(call.entries);
+  const Codebooks books(call.entries);
   const Rows rows(call, books);
   call.gains = trellis_gains();
   call.bounds = trellis_gain_bounds();

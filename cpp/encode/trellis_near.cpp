@@ -53,7 +53,6 @@ void NearTables::fill(int bits, int next, int bin, int group, int16_t* to) const
 
 const int16_t* NearTables::get(int bits, int next) {
   if (bits < kTrellisLeastNear || next < kTrellisLeastNear) return nullptr;
-  const std::lock_guard<std::mutex> lock(mutex_);
   Table& own = tables_[bits][next];
   if (!own.made && !has_equal(bits, next)) {
     own.lines.resize(kAllBins * 2 * near_lanes(next) / 32);

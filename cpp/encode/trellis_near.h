@@ -18,8 +18,10 @@ class NearTables {
   bool of(const int16_t* scaled) const { return std::equal(scaled_.begin(), scaled_.end(), scaled); }
 
   // Return entries and marks of each bin of a component of `bits` bits before one of `next` bits, or null where all
-  // entries may be taken.
+  // entries may be taken. The caller holds `mutex`.
   const int16_t* get(int bits, int next);
+
+  std::mutex mutex;
 
  private:
   struct alignas(64) Line {
@@ -34,7 +36,6 @@ class NearTables {
   void fill(int bits, int next, int bin, int group, int16_t* to) const;
 
   std::vector<int16_t> scaled_;
-  std::mutex mutex_;
   Table tables_[kTrellisRates][kTrellisRates];
 };
 

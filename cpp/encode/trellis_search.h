@@ -72,11 +72,6 @@ template <class S>
   return out;
 }
 
-template <class S, int LANES>
-[[gnu::always_inline]] inline Choice<S> lower(const Choice<S>& x) {
-  return {S::template down<LANES>(x.least), S::template down<LANES>(x.from)};
-}
-
 // Return the least costs of states x·32 to x·32 + 31 after L rounds.
 template <class S, int L>
 [[gnu::always_inline]] inline Choice<S> survivors(const typename S::W* cost, int x) {
@@ -90,15 +85,13 @@ template <class S, int L>
   }
 }
 
-// Do one more round for states in one vector, if there are more than GROUPS.
-template <class S, int GROUPS, int LANES>
-[[gnu::always_inline]] inline void halve(Choice<S>& low) {
-  if constexpr (LANES >= GROUPS) low = choice<S>(low, lower<S, LANES>(low), LANES);
-}
-
-template <class S, int GROUPS, int LANES>
-[[gnu::always_inline]] inline void halve_near(Choice<S>& low) {
-  if constexpr (LANES >= GROUPS) low = nearest<S>(low, lower<S, LANES>(low));
+// Do more rounds in one vector until GROUPS are left. choose: between lower and upper ones, so many lanes apart.
+template <class S, int GROUPS, int LANES = kCosts / 2, class Choose>
+[[gnu::always_inline]] inline void halve(Choice<S>& low, Choose&& choose) {
+  if constexpr (LANES >= GROUPS) {
+    low = choose(low, Choice<S>{S::template down<LANES>(low.least), S::template down<LANES>(low.from)}, LANES);
+    if constexpr (LANES > 1) halve<S, GROUPS, LANES / 2>(low, choose);
+  }
 }
 
 // Subtract the least cost of groups from all if it is time, and store them and their marks.
@@ -125,11 +118,7 @@ template <class S, int NEXT>
   constexpr int kGroups = groups_of(NEXT), kVectors = kGroups < kCosts ? 1 : kGroups / kCosts;
   Choice<S> best[kVectors];
   repeat<kVectors>([&](auto x) TERSEKV_INLINE { best[x] = survivors<S, (NEXT < 3 ? NEXT : 3)>(cost, x); });
-  halve<S, kGroups, 16>(best[0]);
-  halve<S, kGroups, 8>(best[0]);
-  halve<S, kGroups, 4>(best[0]);
-  halve<S, kGroups, 2>(best[0]);
-  halve<S, kGroups, 1>(best[0]);
+  halve<S, kGroups>(best[0], choice<S>);
   finish<S, kGroups>(best, renormalise, own, c);
 }
 
@@ -203,11 +192,8 @@ void take_near_step(const Component& c, int64_t i, bool renormalise, Searched* c
       found[1] = nearest<S>(found[1], found[3]);
     }
     if constexpr (kVectors > 1) found[0] = nearest<S>(found[0], found[1]);
-    halve_near<S, kGroups, 16>(found[0]);
-    halve_near<S, kGroups, 8>(found[0]);
-    halve_near<S, kGroups, 4>(found[0]);
-    halve_near<S, kGroups, 2>(found[0]);
-    halve_near<S, kGroups, 1>(found[0]);
+    halve<S, kGroups>(found[0],
+                      [](const auto& low, const auto& high, int) TERSEKV_INLINE { return nearest<S>(low, high); });
     finish<S, kGroups>(found, renormalise, own, c);
   }
 }

@@ -260,7 +260,7 @@ class LayerStore(Store):
         placement.add(n, move)
         self.placement = placement
         self._forget(move.forget)
-        blocks = self.ranked[0].blocks(move.leave) if highs else [None]
+        blocks = [of.blocks for of in tiers] if tiers else [None]
         for tier, *changes, count in zip(self.tiers, *encoded, blocks, strict=True) if encoded else ():
             tier.append(changes, None, count)
         self.sinks.append(sinks)

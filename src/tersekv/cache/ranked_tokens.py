@@ -74,9 +74,14 @@ class HeadRates:
 
 
 class OfTier(NamedTuple):
-    """Tokens that are packed in a tier: their number in each head, and which they are, ascending, int64 [B, H, most of
-    a head]. A head that has fewer gets any tokens in the other places."""
+    """Tokens that are packed in a tier.
 
+    blocks: number of blocks of each head, int64 [B, H]. counts: number of tokens of each head.
+    tokens: which they are, ascending, int64 [B, H, most of a head]. A head that has fewer gets any tokens in the other
+        places. On the meta device any tensor.
+    """
+
+    blocks: Tensor
     counts: list[int]
     tokens: Tensor
 
@@ -117,13 +122,6 @@ class RankedTokens(Stateful):
         unit: they are a multiple of it, by default of whole blocks.
         """
         return [self.policy.chosen(share, leave, unit or self.block) for share in self.shares]
-
-    def blocks(self, leave: int) -> list[Tensor]:
-        """Return how many blocks each head gets in each tier, int64 [B, H], if `leave` tokens are packed together."""
-        high = torch.tensor(self.counts(leave)) // self.block
-        both = torch.stack([high, leave // self.block - high], dim=1)
-        tiers = range(1 + int(self.tiers.max()))
-        return [(both * (self.tiers == tier)).sum(1).expand(self.high.shape[:2]) for tier in tiers]
 
     def keep(self, query: Tensor, seen: int, masked: bool) -> None:
         """Keep some of the queries [B, Hq, n, D] of tokens that are about to be appended to `seen` others.
@@ -166,16 +164,18 @@ class RankedTokens(Stateful):
 
     def by_tier(self, high: Tensor) -> list[OfTier]:
         """Return the tokens that are packed in each tier. high: what `choose` returned, not empty."""
-        n, first = high.shape[2], self.tiers[:, 0].tolist()
-        if high.is_meta:  # numbers only
-            return [OfTier([count * self.block for count in blocks[0].tolist()], high) for blocks in self.blocks(n)]
-        order = high.argsort(dim=-1, descending=True, stable=True)  # the higher rate first
-        found = []
-        for tier, blocks in enumerate(self.blocks(n)):
-            counts = [count * self.block for count in blocks[0].tolist()]
-            begin = [0 if own == tier else n - count for own, count in zip(first, counts, strict=True)]
-            numbers = (torch.arange(max(counts)) + torch.tensor(begin)[:, None]).clamp_(max=n - 1).to(high.device)
-            found.append(OfTier(counts, order.gather(2, numbers.expand(len(order), -1, -1))))
+        n, first, found = high.shape[2], self.tiers[:, 0].tolist(), []
+        most = torch.tensor(self.counts(n)) // self.block
+        both = torch.stack([most, n // self.block - most], dim=1)
+        order = None if high.is_meta else high.argsort(dim=-1, descending=True, stable=True)  # the higher rate first
+        for tier in range(1 + int(self.tiers.max())):
+            blocks, tokens = (both * (self.tiers == tier)).sum(1), high
+            counts = (blocks * self.block).tolist()
+            if order is not None:
+                begin = [0 if own == tier else n - count for own, count in zip(first, counts, strict=True)]
+                numbers = (torch.arange(max(counts)) + torch.tensor(begin)[:, None]).clamp_(max=n - 1).to(high.device)
+                tokens = order.gather(2, numbers.expand(len(order), -1, -1))
+            found.append(OfTier(blocks.expand(high.shape[:2]), counts, tokens))
         return found
 
     def alike(self, counts: Sequence[Sequence[int]], heads: slice) -> Sequence[slice]:
