@@ -59,7 +59,7 @@ bool may_use_tiles() {
 Kernels with_integers(const char* name) {
   Kernels own = kernels_avx512();
   own.name = name;
-  own.trellis = trellis_kernel();
+  if (const TrellisKernel* integers = trellis_kernel()) own.trellis = integers;
   own.polar = polar_kernel();
   own.rope = rope_kernel();
   if (own.polar) own.grid_product = grid_product_vbmi;

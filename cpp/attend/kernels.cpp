@@ -10,16 +10,14 @@
 namespace tersekv {
 
 const Kernels& TERSEKV_BUILD(kernels)() {
-#if TERSEKV_avx2
   static const Kernels kernels = [] {
-    Kernels own = kernels_of<Lanes>(grid_product_avx2, encode_trellis_avx2, basis_product_avx2);
-    own.trellis = &trellis_kernel_avx2();
+    Kernels own =
+        kernels_of<Lanes>(TERSEKV_BUILD(grid_product), TERSEKV_BUILD(encode_trellis), TERSEKV_BUILD(basis_product));
+#if TERSEKV_avx2 || TERSEKV_avx512
+    own.trellis = &TERSEKV_BUILD(trellis_kernel)();
+#endif
     return own;
   }();
-#else
-  static constexpr Kernels kernels =
-      kernels_of<Lanes>(TERSEKV_BUILD(grid_product), TERSEKV_BUILD(encode_trellis), TERSEKV_BUILD(basis_product));
-#endif
   return kernels;
 }
 

@@ -4,7 +4,7 @@
 
 #include "tile.h"
 #include "trellis_plan.h"
-#if TERSEKV_avx2
+#if TERSEKV_avx2 || TERSEKV_avx512
 #include "trellis_bytes.h"
 #endif
 
@@ -67,7 +67,7 @@ void trellis_tile(const Node& node, int64_t token, int64_t, float* tile) {
   const uint16_t* stream = v.stream + node.b * v.stride_b + node.h * v.stride_h + n * v.stride_n + lane;
   const uint8_t* codes = v.gain + node.b * v.gain_b + node.h * v.gain_h + n * v.gain_n + lane;
   const F gain = S::gather(v.gains, S::load_bytes(codes));
-#if TERSEKV_avx2
+#if TERSEKV_avx2 || TERSEKV_avx512
   if (v.entries) {
     if (!own.bytes) {
       own.bytes = make_trellis_plan({&v, node.view->D, node.b, node.h, node.rows, nullptr, 0, own.scale});

@@ -30,7 +30,8 @@ struct TrellisKernel {
                int64_t sum_stride);
 };
 
-const TrellisKernel& trellis_kernel_avx2();  // float32
-const TrellisKernel& trellis_kernel_vnni();  // integers
+const TrellisKernel& trellis_kernel_avx2();    // float32
+const TrellisKernel& trellis_kernel_avx512();  // float32
+const TrellisKernel& trellis_kernel_vnni();    // integers
 
 }  // namespace tersekv
