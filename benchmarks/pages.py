@@ -55,7 +55,7 @@ repeat exactly on the same versions and instruction set; times do not."""
 NOT_CLAIMED = """One GPU ran the kernels once, which were changed since ([GPU](gpu.md)); no model of \
 use was run on one. Three small models were measured, of 135 to 500 million \
 parameters, and most tables are of one. Samples are few where the tables say so. CPUs timed: AMD's \
-Zen 3 (AVX2), Zen 4 and Zen 5, Intel's Ice Lake and a Xeon with AMX; all were shared."""
+Zen 3 (AVX2), Zen 4 and Zen 5, Intel's Skylake, Ice Lake and a Xeon with AMX; all were shared."""
 
 
 def dropped() -> Page:

@@ -115,6 +115,7 @@ def cache(recipe: str) -> str:
 KINDS = {
     "family 25, model 1)": "Zen 3",
     "family 26,": "Zen 5",
+    "family 6, model 85)": "Skylake",
     "family 6, model 106)": "Ice Lake",
 }
 """Kinds of CPU by their family, and the model where a family has several."""
