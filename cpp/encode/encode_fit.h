@@ -12,18 +12,22 @@
 namespace tersekv {
 namespace {  // internal to each build of the encoders
 
-using HalfFloats = float __attribute__((vector_size(4 * kWide), aligned(4), may_alias));
+using HalfVector = float __attribute__((vector_size(kVectorBytes / 2)));
+using DoubleVector = double __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
 
 // Tokens whose products are summed in float32.
 constexpr int64_t kSummedAtOnce = 128;
 // Rows of a tile of products whose sums fit into registers.
-constexpr int kSummedRows = kVectorBytes == 64 ? 8 : 4;
+constexpr int kSummedRows = 8;
 
-// to[0, 16) += sums.
-[[gnu::always_inline]] inline void add_floats(double* to, Floats sums) {
-  HalfFloats half[kLanes / kWide];
+// Add the sums of one register of channels.
+[[gnu::always_inline]] inline void add_floats(double* to, FloatVector sums) {
+  HalfVector half[2];
   __builtin_memcpy(half, &sums, sizeof(half));
-  for (int64_t i = 0; i < kLanes / kWide; i++) at(to + i * kWide) += __builtin_convertvector(half[i], Doubles);
+  for (const HalfVector& x : half) {
+    *reinterpret_cast<DoubleVector*>(to) += __builtin_convertvector(x, DoubleVector);
+    to += kVectorFloats / 2;
+  }
 }
 
 // The sums of 16 channels of one row with themselves and the channels after them.
@@ -37,14 +41,16 @@ void weighted_sums(const WeightedSums& call, int64_t task) {
   for (int64_t first = 0; first < call.T; first += kSummedAtOnce) {
     const int64_t n = call.T - first < kSummedAtOnce ? call.T - first : kSummedAtOnce;
     const float *x = vectors + first * D, *w = weights + first;
-    Floats whole = {};
-    for (int64_t t = 0; t < n; t++) whole += floats(x + t * D + from) * w[t];
-    add_floats(total, whole);
-    for (int64_t j = from; j < D; j += kLanes)
+    for (int64_t i = 0; i < kLanes; i += kVectorFloats) {
+      FloatVector sum = {};
+      for (int64_t t = 0; t < n; t++) sum += load_vector(x + t * D + from + i) * w[t];
+      add_floats(total + i, sum);
+    }
+    for (int64_t j = from; j < D; j += kVectorFloats)
       for (int64_t i = from; i < from + kLanes; i += kSummedRows) {
-        Floats sums[kSummedRows] = {};
+        FloatVector sums[kSummedRows] = {};
         for (int64_t t = 0; t < n; t++) {
-          const Floats weighted = floats(x + t * D + j) * w[t];
+          const FloatVector weighted = load_vector(x + t * D + j) * w[t];
           repeat<kSummedRows>([&](auto r) TERSEKV_INLINE { sums[r] += weighted * x[t * D + i + r]; });
         }
         repeat<kSummedRows>([&](auto r) TERSEKV_INLINE { add_floats(squares + (i + r) * D + j, sums[r]); });

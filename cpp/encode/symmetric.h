@@ -2,6 +2,7 @@
 #pragma once
 
 #include "doubles.h"
+#include "native_vectors.h"
 #include "unroll.h"
 
 namespace tersekv {
@@ -84,22 +85,22 @@ struct Symmetric {
   // Rotate rows `low` to `high` of the vectors, the last two first.
   void rotate(int64_t low, int64_t high) {
     int64_t column = 0;
-    for (; column + 4 * kLanes <= n; column += 4 * kLanes) rotate_columns<4>(low, high, column);
-    for (; column < n; column += kLanes) rotate_columns<1>(low, high, column);
+    for (; column + 4 * kVectorFloats <= n; column += 4 * kVectorFloats) rotate_columns<4>(low, high, column);
+    for (; column < n; column += kVectorFloats) rotate_columns<1>(low, high, column);
   }
 
   template <int W>
   void rotate_columns(int64_t low, int64_t high, int64_t column) {
-    Floats kept[W];
+    FloatVector kept[W];
     float* row = vectors + high * n + column;
-    repeat<W>([&](auto j) TERSEKV_INLINE { kept[j] = floats(row + j * kLanes); });
+    repeat<W>([&](auto j) TERSEKV_INLINE { kept[j] = load_vector(row + j * kVectorFloats); });
     for (int64_t i = high - 1; i >= low; i--, row -= n)
       repeat<W>([&](auto j) TERSEKV_INLINE {
-        const Floats upper = floats(row - n + j * kLanes);
-        floats(row + j * kLanes) = sin[i] * upper + cos[i] * kept[j];
+        const FloatVector upper = load_vector(row - n + j * kVectorFloats);
+        store_vector(row + j * kVectorFloats, sin[i] * upper + cos[i] * kept[j]);
         kept[j] = cos[i] * upper - sin[i] * kept[j];
       });
-    repeat<W>([&](auto j) TERSEKV_INLINE { floats(row + j * kLanes) = kept[j]; });
+    repeat<W>([&](auto j) TERSEKV_INLINE { store_vector(row + j * kVectorFloats, kept[j]); });
   }
 
   // Find eigenvalues and eigenvectors of the tridiagonal matrix. Return false if that takes too many steps.
