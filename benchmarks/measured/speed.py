@@ -9,7 +9,15 @@ from typing import NamedTuple
 from measured.base import Page, Row, Section, cache, cpu, middle, model, rows, span
 from recorded import markdown
 
-RUNS = "generate", "generate_amx", "generate_avx2", "generate_icelake", "generate_skylake", "generate_zen4", "generate_zen5"
+RUNS = (
+    "generate",
+    "generate_amx",
+    "generate_avx2",
+    "generate_icelake",
+    "generate_skylake",
+    "generate_zen4",
+    "generate_zen5",
+)
 THREE_BITS = "trellis, 3 bits"
 """The recipe that records of that time name `default`."""
 

@@ -21,10 +21,8 @@ PROGRAM = Path(__file__).parents[1] / "support" / "compile_triton.py"
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a program."""
 ELSEWHERE = [
-    "exact before RoPE, head dim 256", "polar, head dim 256", "a rotation before RoPE, head dim 128",
-    "signs per block, head dim 128", "outliers before RoPE", "trellis beside a mean", "codes of keys per channel",
-    "a step with bases", "merge", "pages of grids by address", "pages of outliers before RoPE by address",
-    "latents of trellis, 128 heads",
+    "exact before RoPE, head dim 256", "polar, head dim 256", "trellis beside a mean", "a step with bases",
+    "pages of outliers before RoPE by address", "latents of trellis, 128 heads",
 ]  # fmt: skip
 """Calls that are also compiled for a GPU of AMD."""
 

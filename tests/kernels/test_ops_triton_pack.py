@@ -79,7 +79,7 @@ def test_some_vectors_are_searched_again(device, vectors, monkeypatch):  # noqa:
 
 def test_edges(device):  # noqa: F811
     """Vectors of zeros, large ones, single far components, and components that are not finite."""
-    y, *rest = mixed_call(2, 12, 32, 1)
+    y, *rest = mixed_call(2, 6, 16, 1)
     y[0, 0], y[1, 3] = 0, 0
     y[0, 1] *= 1e4
     y[0, 2] *= 1e-6
@@ -88,7 +88,7 @@ def test_edges(device):  # noqa: F811
     assert (found[1][0, 0], found[1][1, 3], found[1][0, 1]) == (0, 0, 255)
     y[1, 0, 2], y[1, 1, 3] = float("nan"), float("inf")
     stream, gain = (x.cpu() for x in backends.pack_trellis(*on(device, y, *rest)))
-    other = torch.ones(2, 12, dtype=torch.bool)
+    other = torch.ones(2, 6, dtype=torch.bool)
     other[1, :2] = False
     assert torch.equal(stream[other], found[0][other])
     assert torch.equal(gain[other], found[1][other])
