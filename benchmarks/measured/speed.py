@@ -9,15 +9,7 @@ from typing import NamedTuple
 from measured.base import Page, Row, Section, cache, cpu, middle, model, rows, span
 from recorded import markdown
 
-RUNS = (
-    "generate",
-    "generate_amx",
-    "generate_avx2",
-    "generate_icelake",
-    "generate_skylake",
-    "generate_zen4",
-    "generate_zen5",
-)
+RUNS = tuple(f"generate{kind}" for kind in ("", "_amx", "_avx2", "_icelake", "_skylake", "_zen4", "_zen5"))
 THREE_BITS = "trellis, 3 bits"
 """The recipe that records of that time name `default`."""
 

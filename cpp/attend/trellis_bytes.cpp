@@ -44,7 +44,7 @@ void add_scores(const Side& side, const uint16_t* block, const uint8_t* codes, i
                 int64_t score_stride) {
   const TrellisPlan& plan = *side.plan;
   const float* query = side.query + row;
-  V::Floats sum[R][2];
+  V::F sum[R][2];
   repeat<2 * R>([&](auto i) TERSEKV_INLINE { sum[i / 2][i % 2] = V::zero(); });
   each_quad<V>(plan, [&](auto neighbours, const ByteTable<V>& table, const TrellisQuad& quad, int64_t) TERSEKV_INLINE {
     repeat<2>([&](auto I) TERSEKV_INLINE {
@@ -58,7 +58,7 @@ void add_scores(const Side& side, const uint16_t* block, const uint8_t* codes, i
     });
   });
   repeat<2>([&](auto i) TERSEKV_INLINE {
-    const auto gain = V::gather(plan.view->gains, codes + V::kFloats * i);
+    const auto gain = V::gather(plan.view->gains, V::load_bytes(codes + V::kFloats * i));
     repeat<R>([&](auto r) TERSEKV_INLINE {
       float* out = score + r * score_stride + V::kFloats * i;
       V::store(out, V::fma(sum[r][i], gain, V::load(out)));
@@ -87,7 +87,7 @@ void add_sums(const Side& side, int64_t first, int64_t last, const float* weight
   const int64_t tokens = (last - first) * kTrellisBlock;
   for (int64_t t = 0; t < tokens; t += V::kFloats) {
     const uint8_t* codes = plan.gain + (first + t / kTrellisBlock) * plan.view->gain_n + t % kTrellisBlock;
-    const auto gain = V::gather(plan.view->gains, codes);
+    const auto gain = V::gather(plan.view->gains, V::load_bytes(codes));
     repeat<R>([&](auto r) TERSEKV_INLINE {
       V::store(side.weight + r * kSumTokens + t, V::mul(V::load(weight + r * weight_stride + t), gain));
     });
@@ -96,7 +96,7 @@ void add_sums(const Side& side, int64_t first, int64_t last, const float* weight
   each_quad<V>(plan,
                [&](auto neighbours, const ByteTable<V>& table, const TrellisQuad& quad, int64_t slot) TERSEKV_INLINE {
                  repeat<2>([&](auto I) TERSEKV_INLINE {
-                   V::Floats low[R], high[R];
+                   V::F low[R], high[R];
                    repeat<R>([&](auto r) TERSEKV_INLINE { low[r] = high[r] = V::zero(); });
                    for (int64_t t = 0; t < tokens; t += kTokens) {
                      const uint16_t* block = stream + t / kTrellisBlock * plan.view->stride_n + t % kTrellisBlock;
@@ -111,8 +111,8 @@ void add_sums(const Side& side, int64_t first, int64_t last, const float* weight
                    }
                    const int64_t at = slot + 2 * I;
                    repeat<R>([&](auto r) TERSEKV_INLINE {
-                     sum[r * sum_stride + plan.d[at]] += V::total(low[r]) * side.scale[at];
-                     sum[r * sum_stride + plan.d[at + 1]] += V::total(high[r]) * side.scale[at + 1];
+                     sum[r * sum_stride + plan.d[at]] += V::hsum(low[r]) * side.scale[at];
+                     sum[r * sum_stride + plan.d[at + 1]] += V::hsum(high[r]) * side.scale[at + 1];
                    });
                  });
                });

@@ -10,16 +10,16 @@
 #include "tile.h"
 #include "trellis_plan.h"
 #if TERSEKV_avx512
-#include "simd_avx512.h"
+#include "bytes_avx512.h"
 #endif
 
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-// 32 bytes.
+// Operations on registers of 32 bytes.
 struct Narrow {
   using Words = __m256i;
-  using Floats = __m256;
+  using F = __m256;
   static constexpr int kFloats = 8;
 
   static Words load_16(const uint16_t* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
@@ -54,22 +54,22 @@ struct Narrow {
     const Words zero = _mm256_setzero_si256();
     return HALF ? _mm256_unpackhi_epi16(zero, x) : _mm256_unpacklo_epi16(zero, x);
   }
-  static Floats even_byte(Words x) { return _mm256_cvtepi32_ps(_mm256_slli_epi32(x, 8)); }
-  static Floats odd_byte(Words x) {
+  static F even_byte(Words x) { return _mm256_cvtepi32_ps(_mm256_slli_epi32(x, 8)); }
+  static F odd_byte(Words x) {
     return _mm256_cvtepi32_ps(_mm256_and_si256(x, _mm256_set1_epi32(static_cast<int>(0xff000000))));
   }
 
-  static Floats zero() { return _mm256_setzero_ps(); }
-  static Floats set1(float x) { return _mm256_set1_ps(x); }
-  static Floats load(const float* p) { return _mm256_loadu_ps(p); }
-  static void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
-  static Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
-  static Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
-  static Floats gather(const float* table, const uint8_t* codes) {
-    const __m128i code = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-    return _mm256_i32gather_ps(table, _mm256_cvtepu8_epi32(code), 4);
+  static F zero() { return _mm256_setzero_ps(); }
+  static F set1(float x) { return _mm256_set1_ps(x); }
+  static F load(const float* p) { return _mm256_loadu_ps(p); }
+  static void store(float* p, F x) { _mm256_storeu_ps(p, x); }
+  static F mul(F a, F b) { return _mm256_mul_ps(a, b); }
+  static F fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+  static Words load_bytes(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
-  static float total(Floats x) {
+  static F gather(const float* table, Words index) { return _mm256_i32gather_ps(table, index, 4); }
+  static float hsum(F x) {
     __m128 four = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     four = _mm_add_ps(four, _mm_movehl_ps(four, four));
     return _mm_cvtss_f32(_mm_add_ss(four, _mm_movehdup_ps(four)));
@@ -77,9 +77,8 @@ struct Narrow {
 };
 
 #if TERSEKV_avx512
-// 64 bytes.
-struct Wide : Avx512 {
-  using Floats = F;
+// The same on 64 bytes.
+struct Wide : Avx512Bytes {
   static constexpr int kFloats = 16;
 
   static Words load_16(const uint16_t* p) { return _mm512_loadu_si512(p); }
@@ -104,15 +103,10 @@ struct Wide : Avx512 {
     const Words zero = _mm512_setzero_si512();
     return HALF ? _mm512_unpackhi_epi16(zero, x) : _mm512_unpacklo_epi16(zero, x);
   }
-  static Floats even_byte(Words x) { return _mm512_cvtepi32_ps(_mm512_slli_epi32(x, 8)); }
-  static Floats odd_byte(Words x) {
+  static F even_byte(Words x) { return _mm512_cvtepi32_ps(_mm512_slli_epi32(x, 8)); }
+  static F odd_byte(Words x) {
     return _mm512_cvtepi32_ps(_mm512_and_si512(x, _mm512_set1_epi32(static_cast<int>(0xff000000))));
   }
-  static Floats gather(const float* table, const uint8_t* codes) {
-    return _mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes))), table,
-                               4);
-  }
-  static float total(Floats x) { return hsum(x); }
 };
 #endif
 
@@ -142,7 +136,7 @@ template <class V>
 // Tokens of two components of a quad, 2·I and 2·I + 1, as integers times 2^24 in float32.
 template <class V>
 struct TwoComponents {
-  typename V::Floats low[2], high[2];
+  typename V::F low[2], high[2];
 };
 
 template <class V, bool NEIGHBOURS, int I>
@@ -186,8 +180,8 @@ inline float* byte_scales(const TrellisPlan& plan) {
 inline void trellis_bytes_tile(const TrellisPlan& plan, const float* scale, const uint16_t* block, const float* gain,
                                float* tile) {
   using V = Narrow;
-  const auto store = [&](int64_t slot, const V::Floats(&x)[2]) TERSEKV_INLINE {
-    const V::Floats own = V::set1(scale[slot]);
+  const auto store = [&](int64_t slot, const V::F(&x)[2]) TERSEKV_INLINE {
+    const V::F own = V::set1(scale[slot]);
     repeat<2>([&](auto i) TERSEKV_INLINE {
       V::store(tile + plan.d[slot] * kLanes + 8 * i, V::mul(V::mul(x[i], own), V::load(gain + 8 * i)));
     });

@@ -12,9 +12,6 @@
 namespace tersekv {
 namespace {  // internal to each build of the encoders
 
-using HalfVector = float __attribute__((vector_size(kVectorBytes / 2)));
-using DoubleVector = double __attribute__((vector_size(kVectorBytes), aligned(8), may_alias));
-
 // Tokens whose products are summed in float32.
 constexpr int64_t kSummedAtOnce = 128;
 // Rows of a tile of products whose sums fit into registers.
@@ -22,11 +19,14 @@ constexpr int kSummedRows = 8;
 
 // Add the sums of one register of channels.
 [[gnu::always_inline]] inline void add_floats(double* to, FloatVector sums) {
-  HalfVector half[2];
-  __builtin_memcpy(half, &sums, sizeof(half));
-  for (const HalfVector& x : half) {
-    *reinterpret_cast<DoubleVector*>(to) += __builtin_convertvector(x, DoubleVector);
-    to += kVectorFloats / 2;
+  RoundedVector half[2];
+  std::memcpy(half, &sums, sizeof(half));
+  for (const RoundedVector& x : half) {
+    DoubleVector total;
+    std::memcpy(&total, to, sizeof(total));
+    total += __builtin_convertvector(x, DoubleVector);
+    std::memcpy(to, &total, sizeof(total));
+    to += kVectorDoubles;
   }
 }
 

@@ -9,12 +9,8 @@
 namespace tersekv {
 namespace {  // internal to each build of the encoders
 
-constexpr int kDoubles = kVectorBytes / 8;
 // A tile of matrix rows and vectors whose sums fit into registers: 32 with AVX-512, else 16.
 constexpr int kRotatedRows = 4, kRotatedColumns = kVectorBytes == 64 ? 4 : 2;
-
-typedef double DoubleVector __attribute__((vector_size(kVectorBytes)));
-typedef float RoundedVector __attribute__((vector_size(kVectorBytes / 2)));
 
 // Vectors of a group as rows [D, kVectorsAtOnce]; missing vectors are zeros.
 struct RotatedGroup {
@@ -43,7 +39,7 @@ struct RotatedGroup {
 
 void rotate_dense(const Rotate& call, int64_t group) {
   const RotatedGroup x(call, group);
-  constexpr int64_t V = kVectorsAtOnce, width = kRotatedColumns * kDoubles;
+  constexpr int64_t V = kVectorsAtOnce, width = kRotatedColumns * kVectorDoubles;
   const int64_t D = call.D;
   for (int64_t row = 0; row < D; row += kRotatedRows) {
     const double* at[kRotatedRows];
@@ -52,8 +48,9 @@ void rotate_dense(const Rotate& call, int64_t group) {
       DoubleVector sums[kRotatedRows][kRotatedColumns] = {};
       for (int64_t d = 0; d < D; d++) {
         DoubleVector of[kRotatedColumns];
-        repeat<kRotatedColumns>(
-            [&](auto c) TERSEKV_INLINE { std::memcpy(&of[c], x.rows + d * V + i + c * kDoubles, sizeof(of[c])); });
+        repeat<kRotatedColumns>([&](auto c) TERSEKV_INLINE {
+          std::memcpy(&of[c], x.rows + d * V + i + c * kVectorDoubles, sizeof(of[c]));
+        });
         repeat<kRotatedRows>([&](auto r) TERSEKV_INLINE {
           const double entry = at[r][d];
           repeat<kRotatedColumns>([&](auto c) TERSEKV_INLINE { sums[r][c] += of[c] * entry; });
@@ -63,7 +60,7 @@ void rotate_dense(const Rotate& call, int64_t group) {
         if (row + r < D)
           repeat<kRotatedColumns>([&](auto c) TERSEKV_INLINE {
             const auto rounded = __builtin_convertvector(sums[r][c], RoundedVector);
-            std::memcpy(x.turned + (row + r) * V + i + c * kDoubles, &rounded, sizeof(rounded));
+            std::memcpy(x.turned + (row + r) * V + i + c * kVectorDoubles, &rounded, sizeof(rounded));
           });
       });
     }

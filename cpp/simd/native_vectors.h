@@ -17,10 +17,12 @@ constexpr int kVectorBytes = 32;
 #else
 constexpr int kVectorBytes = 16;
 #endif
-constexpr int kVectorFloats = kVectorBytes / 4;
+constexpr int kVectorFloats = kVectorBytes / 4, kVectorDoubles = kVectorBytes / 8;
 
 typedef float FloatVector __attribute__((vector_size(kVectorBytes)));
 typedef int32_t IntVector __attribute__((vector_size(kVectorBytes)));
+typedef double DoubleVector __attribute__((vector_size(kVectorBytes)));
+typedef float RoundedVector __attribute__((vector_size(kVectorBytes / 2)));  // as many as doubles
 
 inline FloatVector load_vector(const float* p) {
   FloatVector out;
