@@ -11,6 +11,7 @@ from recorded import markdown
 FILES = (
     "bench_attend_zen5.jsonl",
     "bench_attend.jsonl",
+    "bench_attend_skylake.jsonl",
     "bench_attend_avx2.jsonl",
     "bench_shapes.jsonl",
     "bench_outliers.jsonl",
