@@ -33,6 +33,9 @@ SHOWN = (
     ("KVQuant, one million tokens", "run", "see `million` below: one layer holds them in the bytes of `tersekv "
      "estimate`, and finds one among them. With 1 % of outliers 32 such layers exceed the paper's GPU of 80 GB; "
      "without them the estimate is 64.1 GiB"),
+    ("KVQuant, ten million tokens on 8 GPUs", "differs", "arithmetic, by `tersekv estimate`: for LLaMA-7B they are "
+     "611.6 GiB without outliers and 712.9 with, on which the quality rests. With outliers 8 shares by heads take 91.8 "
+     "GiB each, so 12 GPUs of 80 GiB are needed (72 GiB each with the weights)"),
     ("SubGen, Theorem 1", "agrees", "test: its bounds hold for streams that form clusters"),
     ("SubGen, sublinear memory", "depends", "only with a number of tokens, `memory=` or δ: a budget that is a fraction "
      "grows with the text"),

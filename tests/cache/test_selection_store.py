@@ -11,14 +11,13 @@ from torch import Tensor
 
 from tersekv.attention import observe as observing
 from tersekv.attention.observe import kept_weights, observe
-from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
+from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.errors import CacheError, UserError
-from tersekv.kernels import backends
 from tersekv.recipe import Recipe
 from test_attention import check, dense
-from test_claims_selection import feed, filled, held_by_position, kept, made, masks_of
+from test_claims_selection import check_attention, check_padding, feed, filled, held_by_position, kept, made, masks_of
 from test_store import tokens
 
 POLICIES = [
@@ -34,20 +33,7 @@ POLICIES = [
 @pytest.mark.parametrize(("q", "backend"), [(1, "auto"), (1, "reference"), (5, "auto"), (300, "auto")])
 def test_attention_is_over_kept_tokens(policy, codec, q, backend):
     store, *_ = filled(f"{policy}+{codec}", [200, *range(201, 280), 330], B=2)
-    keys, values = held_by_position(store)
-    query = torch.randn(2, 4, q, 32, generator=torch.Generator().manual_seed(2))
-    own = torch.randn(2, 2, 2, q, 32, generator=torch.Generator().manual_seed(3))
-    call = AttentionCall(query, None, 0.125)
-    with backends.forced(backend):
-        got = attend_chunk(store, own[0], own[1], call)
-    held = masks_of(store, q)
-    assert not held.all()
-    mask = torch.cat([held, torch.ones(q, q, dtype=torch.bool).tril().expand(2, 2, -1, -1)], dim=3)
-    for head in range(2):
-        parts = [torch.cat([x[:, head : head + 1].nan_to_num(), o[:, head : head + 1]], 2) for x, o in
-                 ((keys, own[0]), (values, own[1]))]  # fmt: skip
-        expected = dense(query[:, 2 * head : 2 * head + 2], *parts, mask[:, head], call)
-        check(got[:, :, 2 * head : 2 * head + 2], expected, codec == "qjl")
+    check_attention(store, q, backend, codec == "qjl")
 
 
 def test_masks_hide_kept_positions():
@@ -108,19 +94,7 @@ def test_nothing_is_observed_for_others(monkeypatch):
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("codec", ["kivi:bits=4", "qjl:outliers=0"])
 def test_padded_rows_equal_rows_alone(policy, codec):
-    """Rows of different lengths in one batch keep the same tokens as alone, at shifted positions."""
-    keys, values = tokens(300, B=2, D=32)
-    query = torch.randn(2, 4, 300, 32, generator=torch.Generator().manual_seed(1))
-    padding = torch.tensor([77, 0])
-    together = made(f"{policy}+{codec}", keys, values)
-    for start, stop in [(0, 200), *((i, i + 1) for i in range(200, 260)), (260, 300)]:
-        feed(together, *(x[:, :, start:stop] for x in (keys, values, query)), padding)
-    for row, pad in enumerate(padding.tolist()):
-        alone = made(f"{policy}+{codec}", *(x[row : row + 1, :, pad:] for x in (keys, values)))
-        for start, stop in [(0, 200 - pad), *((i - pad, i - pad + 1) for i in range(200, 260)), (260 - pad, 300 - pad)]:
-            feed(alone, *(x[row : row + 1, :, pad + start : pad + stop] for x in (keys, values, query)))
-        for head in range(2):
-            assert [p - pad for p in kept(together, row, head)] == kept(alone, 0, head)
+    check_padding(f"{policy}+{codec}", 200)
 
 
 def test_padding_longer_than_the_first_chunk():

@@ -55,7 +55,6 @@ def test_parser_errors_are_one_line(capfd: pytest.CaptureFixture[str], arguments
     [
         (("prompt-cache", "load", "x"), "`tersekv prompt-cache load --help` shows"),
         (("prompt-cache", "nope"), "`tersekv prompt-cache --help` shows"),
-        (("env",), "`tersekv doctor` shows the installation"),
     ],
 )
 def test_parser_errors_name_the_command(

@@ -73,7 +73,6 @@ def assert_one_graph(graphs: int = 1) -> None:
 
 F32, BF16 = torch.float32, torch.bfloat16
 CASES = [
-    ("llama", "kivi:bits=4", F32, 1),
     ("llama", "kivi:bits=4", BF16, 3),
     ("gemma2", "default", F32, 3),
     ("qwen3", "trellis:calibration=prompt", BF16, 1),

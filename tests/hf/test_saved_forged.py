@@ -168,8 +168,8 @@ def test_another_recipe_in_the_header_is_refused(llama, tmp_path, recipe, old, n
 
 
 @pytest.mark.parametrize("recipe", ["mixed:rest=1,recent=16+kivi:bits=4", "mixed:allot=prompt,recent=16+kivi:bits=3"])
-def test_caches_with_equal_heads_are_of_an_earlier_version(llama, tmp_path, recipe):
-    """Caches of mixed had no counts of blocks by head, and one row of rates in a layer."""
+def test_caches_without_the_counts_of_heads_are_refused(llama, tmp_path, recipe):
+    """Without the number of blocks of each head, and with one row of rates for all heads of a layer."""
     path = tmp_path / "cache"
     saved(llama, recipe, path)
     said, tensors = forged.read(path)

@@ -16,7 +16,7 @@ from test_ops_trellis_attend import ROTATED_MEANS, SIZES, rotated_mean, stream_v
 from test_ops_triton import compare, device, moved, pytestmark, run  # noqa: F401
 
 
-@pytest.mark.parametrize("rate", range(1, 9))
+@pytest.mark.parametrize("rate", [1, 8])
 def test_one_rate(device, rate):  # noqa: F811
     torch.manual_seed(rate)
     bits = torch.full((1, 2, 64), rate, dtype=torch.uint8)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor
 
 from tersekv.attention.observe import observe
-from tersekv.attention.read import AttentionCall, attend_store
+from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
 from tersekv.cache.candidates import best
 from tersekv.cache.layer import LayerStore
 from tersekv.cache.segments import PackedSegment
 from tersekv.errors import UserError
+from tersekv.kernels import backends
 from tersekv.policies.pyramidkv import PyramidKV
 from tersekv.policies.snapkv import SnapKV
 from tersekv.recipe import Recipe
+from test_attention import check, dense
 from test_store import tokens
 
 EXACT = "exact:dtype=fp32"
@@ -81,6 +85,49 @@ def held_by_position(store: LayerStore) -> tuple[Tensor, Tensor]:
                 b, h, slot = (at >= 0).nonzero(as_tuple=True)
                 x[b, h, at[b, h, slot].long()] = held[b, h, slot]
     return out[0], out[1]
+
+
+def check_attention(store: LayerStore, q: int, backend: str = "auto", noisy: bool = False) -> None:
+    """Check attention of q new tokens in a batch of two: each KV head reads its own kept tokens, and the new ones.
+
+    noisy: the codec estimates scores.
+    """
+    keys, values = held_by_position(store)
+    query = torch.randn(2, 4, q, 32, generator=torch.Generator().manual_seed(2))
+    own = torch.randn(2, 2, 2, q, 32, generator=torch.Generator().manual_seed(3))
+    call = AttentionCall(query, None, 0.125)
+    with backends.forced(backend):
+        got = attend_chunk(store, own[0], own[1], call)
+    held = masks_of(store, q)
+    assert not held.all()
+    mask = torch.cat([held, torch.ones(q, q, dtype=torch.bool).tril().expand(2, 2, -1, -1)], dim=3)
+    for head in range(2):
+        parts = [
+            torch.cat([x[:, head : head + 1].nan_to_num(), o[:, head : head + 1]], 2)
+            for x, o in ((keys, own[0]), (values, own[1]))
+        ]
+        expected = dense(query[:, 2 * head : 2 * head + 2], *parts, mask[:, head], call)
+        check(got[:, :, 2 * head : 2 * head + 2], expected, noisy)
+
+
+def check_padding(recipe: str, first: int) -> None:
+    """Check that rows of different lengths in one batch keep the same tokens as alone, at shifted positions.
+
+    A call of `first` tokens is followed by 60 of one token and one of 40.
+    """
+    cuts = [0, *range(first, first + 61), first + 100]
+    keys, values = tokens(cuts[-1], B=2, D=32)
+    query = torch.randn(2, 4, cuts[-1], 32, generator=torch.Generator().manual_seed(1))
+    padding = torch.tensor([77, 0])
+    together = made(recipe, keys, values)
+    for start, stop in pairwise(cuts):
+        feed(together, *(x[:, :, start:stop] for x in (keys, values, query)), padding)
+    for row, pad in enumerate(padding.tolist()):
+        alone = made(recipe, *(x[row : row + 1, :, pad:] for x in (keys, values)))
+        for start, stop in pairwise([pad, *cuts[1:]]):
+            feed(alone, *(x[row : row + 1, :, start:stop] for x in (keys, values, query)))
+        for head in range(2):
+            assert [p - pad for p in kept(together, row, head)] == kept(alone, 0, head)
 
 
 def test_streaming_keeps_first_and_latest():

@@ -9,13 +9,12 @@ import torch
 
 import tersekv
 from conftest import prompt
-from tersekv.attention.read import AttentionCall, attend_chunk, attend_store
+from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.cache.layer import LayerStore
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.recipe import Recipe
-from test_attention import check, dense
-from test_claims_selection import feed, filled, held_by_position, kept, made, masks_of
+from test_claims_selection import check_attention, check_padding, feed, filled, held_by_position, kept, made
 from test_store import tokens
 
 POLICIES = [
@@ -44,19 +43,7 @@ def test_attention_is_over_kept_tokens_of_both_rates(policy, codec, q, backend):
     store, *_ = filled(f"{policy}+{codec}", CALLS, B=2)
     assert len(store.tiers) == 2
     assert all(tier.tokens for tier in store.tiers)
-    keys, values = held_by_position(store)
-    query = torch.randn(2, 4, q, 32, generator=torch.Generator().manual_seed(2))
-    own = torch.randn(2, 2, 2, q, 32, generator=torch.Generator().manual_seed(3))
-    call = AttentionCall(query, None, 0.125)
-    with backends.forced(backend):
-        got = attend_chunk(store, own[0], own[1], call)
-    held = masks_of(store, q)
-    mask = torch.cat([held, torch.ones(q, q, dtype=torch.bool).tril().expand(2, 2, -1, -1)], dim=3)
-    for head in range(2):
-        parts = [torch.cat([x[:, head : head + 1].nan_to_num(), o[:, head : head + 1]], 2) for x, o in
-                 ((keys, own[0]), (values, own[1]))]  # fmt: skip
-        expected = dense(query[:, 2 * head : 2 * head + 2], *parts, mask[:, head], call)
-        check(got[:, :, 2 * head : 2 * head + 2], expected, False)
+    check_attention(store, q, backend)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -126,18 +113,7 @@ def test_copies_pickles_and_rows(tmp_path):
 
 @pytest.mark.parametrize("policy", POLICIES[:3])
 def test_padded_rows_equal_rows_alone(policy):
-    keys, values = tokens(400, B=2, D=32)
-    query = torch.randn(2, 4, 400, 32, generator=torch.Generator().manual_seed(1))
-    recipe, padding = f"{policy}+uniform:bits=4", torch.tensor([77, 0])
-    together = made(recipe, keys, values)
-    for start, stop in [(0, 300), *((i, i + 1) for i in range(300, 360)), (360, 400)]:
-        feed(together, *(x[:, :, start:stop] for x in (keys, values, query)), padding)
-    for row, pad in enumerate(padding.tolist()):
-        alone = made(recipe, *(x[row : row + 1, :, pad:] for x in (keys, values)))
-        for start, stop in [(0, 300 - pad), *((i - pad, i - pad + 1) for i in range(300, 360)), (360 - pad, 400 - pad)]:
-            feed(alone, *(x[row : row + 1, :, pad + start : pad + stop] for x in (keys, values, query)))
-        for head in range(2):
-            assert [p - pad for p in kept(together, row, head)] == kept(alone, 0, head)
+    check_padding(f"{policy}+uniform:bits=4", 300)
 
 
 @pytest.fixture

@@ -10,11 +10,9 @@ import torch
 import tersekv
 from conftest import prompt
 from tersekv.attention import observe as observing
-from tersekv.attention.read import AttentionCall, attend_store
 from tersekv.errors import UserError
 from tersekv.recipe import Recipe
-from test_attention import check, dense
-from test_claims_selection import feed, filled, held_by_position, kept, made, masks_of
+from test_claims_selection import check_attention, feed, filled, kept, made
 from test_store import tokens
 
 ROOMY = "h2o:budget=2000,recent=16"
@@ -61,14 +59,7 @@ def test_attention_is_observed_once_per_block(monkeypatch):
 )
 def test_attention_is_over_kept_tokens(policy):
     store, *_ = filled(f"{policy},evict=block+kivi:bits=4", [200, *range(201, 280), 330], B=2)
-    keys, values = held_by_position(store)
-    query = torch.randn(2, 4, 1, 32, generator=torch.Generator().manual_seed(2))
-    call = AttentionCall(query, None, 0.125)
-    got = attend_store(store, call)
-    for head in range(2):
-        parts = (x[:, head : head + 1].nan_to_num() for x in (keys, values))
-        expected = dense(query[:, 2 * head : 2 * head + 2], *parts, masks_of(store, 1)[:, head], call)
-        check(got[:, :, 2 * head : 2 * head + 2], expected, False)
+    check_attention(store, 1)
 
 
 def test_streaming_keeps_the_latest():

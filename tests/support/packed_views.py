@@ -7,7 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
-from tersekv.codecs import methods
+from tersekv.codecs import Codec, methods
 from tersekv.kernels.attend_grid import decode_grid
 from tersekv.layouts.base import Concat, Rotated, Sum, View
 from tersekv.layouts.exact import ExactView
@@ -54,15 +54,20 @@ def tokens(B: int, H: int, T: int, D: int) -> Tensor:
     return torch.where(torch.rand_like(x) < 0.005, x * 8, x)
 
 
-def packed(name: str, side: str, x: Tensor) -> View:
-    """Pack x [B, H, T, D] in a format of `FORMATS`, in tensors with spare capacity after the last
-    block."""
+def codec_of(name: str, side: str) -> Codec:
+    """Build the codec of a format of `FORMATS`."""
     method, options = FORMATS[name]
     codec = getattr(methods()[method].build(**options), side)
     if method == "qjl":
         codec = methods()[method].build(**options, initial_layers=0).keys
         codec = codec.__class__(**{**codec.options(), "side": side})
-    codec = codec.fit(x)
+    return codec
+
+
+def packed(name: str, side: str, x: Tensor) -> View:
+    """Pack x [B, H, T, D] in a format of `FORMATS`, in tensors with spare capacity after the last
+    block."""
+    codec = codec_of(name, side).fit(x)
     planes = codec.encode(x)
     layout = codec.layout(x.shape[-1])
     for name_, plane in planes.items():

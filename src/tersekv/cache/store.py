@@ -125,11 +125,6 @@ class Store(Stateful):
         return self.own is None or self.own.everywhere(self.placement.packed)
 
     @property
-    def latest_keys(self) -> Tensor:
-        """Keys [B, H, n, D] of the latest tokens, which are exact."""
-        return self.recent.keys
-
-    @property
     def hidden(self) -> Tensor | None:
         """Positions of each row's padding and own sinks, int64 [B], to mask for other tokens; None without padding."""
         return None if self.padding is None else self.padding + self.sinks.tokens

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from tersekv.cache.packed_side import Encoded, PackedSide
-from tersekv.cache.schema import flag, refuse, require
+from tersekv.cache.schema import flag, require
 from tersekv.cache.slots import POSITIONS, Slots, in_front
-from tersekv.cache.state import Rules, Spec, State, Stateful
+from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.codecs import Codec
 from tersekv.layouts.base import Concat, Mapped, PackedTensors, View
 from tersekv.tensors import gathered
@@ -21,11 +21,6 @@ from tersekv.transforms.rope import Angles
 
 WEIGHT = "weight"
 """Field of the slots: whole blocks with the lowest total weight are evicted first."""
-
-EARLIER = (
-    "was saved by an earlier version of tersekv, in which all KV heads had equally many tokens of each "
-    "rate; this version reads caches in which each head has a number of its own"
-)
 
 SPARE, SPARE_MOVING = 1.5, 1.125
 """Maximum packed slots of a tier, as a multiple of the tokens that each head may hold, and the same if
@@ -78,12 +73,6 @@ class Tier(Stateful):
         self.slots, self.moves = slots, True
         for side in self.sides if slots.unit else ():
             side.differ(slots)
-
-    def restore(self, state: State, place: str = "state") -> None:
-        slots = state.get("slots") if isinstance(state, dict) else None
-        if self.ragged and isinstance(slots, list) and not any(isinstance(x, dict) and "counts" in x for x in slots):
-            refuse(place, EARLIER)
-        super().restore(state, place)
 
     @property
     def ragged(self) -> bool:

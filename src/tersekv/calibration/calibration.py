@@ -21,7 +21,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +40,6 @@ from tersekv.tensors import TensorSpec
 if TYPE_CHECKING:
     from transformers.configuration_utils import PreTrainedConfig
 
-log = logging.getLogger(__name__)
 FORMAT = 2
 ENTRY = "tersekv.calibration"
 SUFFIX = ".safetensors"

@@ -60,10 +60,6 @@ command.prepare(app)
 _PARSER_ERROR: Any = typer.BadParameter.__mro__[2]
 
 
-FORMER = {"env": "doctor"}
-"""Commands of earlier versions, and those that took their place."""
-
-
 def _version(wanted: bool) -> None:
     if wanted:
         typer.echo(f"tersekv {__version__}")
@@ -121,9 +117,6 @@ def _run(arguments: list[str]) -> int:
 def _explained(error: Any, arguments: list[str]) -> str:
     """Return a message of the parser, with the value that came if it is one of an option."""
     message = str(error.format_message())
-    for old, new in FORMER.items():
-        if message.startswith(f"No such command '{old}'"):
-            return f"No such command '{old}'; `tersekv {new}` shows the installation"
     _, found, allowed = message.partition(": Input should be ")
     if not found:
         return message

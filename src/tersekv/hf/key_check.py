@@ -100,7 +100,7 @@ def _latest(layer: Any, keys: Tensor) -> tuple[bool, Latest | None]:
         return False, None
     if store.keys.codec.centred:  # the mean is gone, so it cannot drown differences
         return True, None
-    keys = (keys if keys.shape[2] >= LEAST_TOKENS else store.latest_keys).detach()
+    keys = (keys if keys.shape[2] >= LEAST_TOKENS else store.recent.keys).detach()
     n = sample_tokens(keys.shape[2], keys.shape[0])
     if not n:  # later calls leave more tokens exact
         return False, None

@@ -15,7 +15,6 @@ from tersekv.cache.packing import encode_ahead
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
-from tersekv.cache.tier import EARLIER
 from tersekv.calibration.key_error import STEP
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.allotment import Call
@@ -233,7 +232,6 @@ class CompressedLayer(CacheLayerMixin):
         rates = held.get("rates") if isinstance(held, dict) else None
         if rates is None or not self.plan.policy.allots:
             return
-        require(getattr(rates, "shape", None) != (3,), f"{place}.plan.rates", EARLIER)
         self._rates(rates, f"{place}.plan.rates")
         try:
             self.asked = self.plan if self.plan.policy.waits else None

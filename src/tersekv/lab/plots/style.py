@@ -28,7 +28,6 @@ MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 
 LETTER = 0.089
 """Average width of a letter of a title, in inches."""
-FORMATS = ("png", "svg", "pdf")
 _UNDATED: dict[str, dict[str, Any]] = {
     "png": {"Software": None},
     "svg": {"Date": None, "Creator": None},

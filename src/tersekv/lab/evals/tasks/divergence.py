@@ -69,9 +69,7 @@ class Divergence(WindowTask):
 
     def summarise(self, metrics: Sequence[dict[str, float]], full: Sequence[dict[str, float]]) -> dict[str, Estimate]:
         """Return the means, and perplexity's metrics."""
-        found = super().summarise(metrics, full)
-        scored = all("nll" in m for m in (*metrics, *full))  # records of earlier versions lack nll
-        return found | Perplexity().summarise(metrics, full) if scored else found
+        return super().summarise(metrics, full) | Perplexity().summarise(metrics, full)
 
 
 def in_words(kl: float, agreement: float | None = None) -> str:
