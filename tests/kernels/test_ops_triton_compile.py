@@ -20,10 +20,15 @@ from tersekv.kernels import triton
 PROGRAM = Path(__file__).parents[1] / "support" / "compile_triton.py"
 SHARED_BYTES = {"sm_90": 227 * 1024, "gfx942": 64 * 1024}
 """Maximum shared memory of a program."""
-ELSEWHERE = [
-    "exact before RoPE, head dim 256", "polar, head dim 256", "trellis beside a mean", "a step with bases",
-    "pages of outliers before RoPE by address", "latents of trellis, 128 heads",
+FEW = [
+    "signs and a grid of 3 bits", "signs per block", "signs per block before RoPE", "polar", "outliers before RoPE",
+    "outliers after RoPE", "signs before RoPE", "polar before RoPE", "trellis before RoPE", "trellis beside a mean",
+    "exact before RoPE", "pages of exact tokens by address", "a step without exact tokens", "merge",
+    "codes of keys per channel", "signs of a sketch", "polar angles", "Hadamard", "packed trellis codes", "basis",
+    "outliers",
 ]  # fmt: skip
+"""Calls that reach every kernel and every layout. With `--every` all calls are compiled, which takes minutes."""
+ELSEWHERE = ["polar, head dim 256", "trellis beside a mean", "a step with bases"]
 """Calls that are also compiled for a GPU of AMD."""
 
 pytestmark = [
@@ -42,12 +47,6 @@ def compiled(target: str, *calls: str):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.fixture(scope="module")
-def records():
-    """Return the records of every call for H100 and H200."""
-    return compiled("sm_90")
-
-
 def check(records, target):
     """Check that all kernels compiled and fit into shared memory."""
     errors = {record["call"]: record["error"] for record in records if record["error"]}
@@ -57,21 +56,6 @@ def check(records, target):
         for kernel in record["kernels"]:
             assert kernel["binary_bytes"] > 0
             assert kernel["shared_bytes"] <= SHARED_BYTES[target], f"{record['call']}: {kernel}"
-
-
-def test_every_call_compiles(records):
-    check(records, "sm_90")
-
-
-def test_pages_by_address_are_loaded_as_wide_as_arguments(records):
-    """The compiler knows that addresses in a table are multiples of 16 bytes.
-
-    Otherwise it would load exact tokens one by one, without asynchronous copies.
-    """
-    by_call = {record["call"]: record["kernels"] for record in records}
-    pages, exact, _ = by_call["pages of exact tokens by address"]
-    assert (pages["narrow_loads"], pages["shared_bytes"]) == (exact["narrow_loads"], exact["shared_bytes"])
-    assert pages["narrow_loads"] == 0
 
 
 def test_calls_compile_for_amd():
@@ -87,14 +71,21 @@ def kernels_in(path: Path) -> set[str]:
     return {f.name for f in functions if any(getattr(node, "attr", "") == "program_id" for node in ast.walk(f))}
 
 
-def test_every_kernel_is_among_them(records):
-    compiled = {kernel["name"] for record in records for kernel in record["kernels"]}
-    assert compiled == set().union(*map(kernels_in, Path(triton.__file__).parent.glob("*.py")))
-
-
-@pytest.mark.parametrize("side", ["keys", "keys before RoPE", "values"])
-def test_every_layout_is_among_them(records, side):
+def test_calls_compile(request):
+    """All are checked in one test, because each process that runs tests would compile them again."""
     from tersekv.kernels.triton import leaves
 
-    found = {layout for record in records for kernel in record["kernels"] for layout in kernel["layouts"].get(side, ())}
-    assert found == set(leaves.LAYOUTS) | ({"rotated mean"} if side == "keys" else set())
+    records = compiled("sm_90", *([] if request.config.getoption("every") else FEW))
+    check(records, "sm_90")
+    made = [kernel for record in records for kernel in record["kernels"]]
+    assert {kernel["name"] for kernel in made} == set().union(
+        *map(kernels_in, Path(triton.__file__).parent.glob("*.py"))
+    )
+    for side in ("keys", "keys before RoPE", "values"):
+        found = {layout for kernel in made for layout in kernel["layouts"].get(side, ())}
+        assert found == set(leaves.LAYOUTS) | ({"rotated mean"} if side == "keys" else set()), side
+    # The compiler knows that addresses in a table are multiples of 16 bytes. Otherwise it would load exact tokens one
+    # by one, without asynchronous copies.
+    pages, exact, _ = next(r["kernels"] for r in records if r["call"] == "pages of exact tokens by address")
+    assert (pages["narrow_loads"], pages["shared_bytes"]) == (exact["narrow_loads"], exact["shared_bytes"])
+    assert pages["narrow_loads"] == 0

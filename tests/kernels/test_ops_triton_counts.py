@@ -28,11 +28,11 @@ TARGETS = ["sm_80", "sm_90", "sm_120"]
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_counts_are_those_of_the_record(tmp_path, target, request):
-    """Each GPU has its third of the layouts, with `--every` all: a compiler takes 45 s for the layouts of one."""
+    """Each GPU has its seventh of the layouts, with `--every` all: a compiler takes a minute for all of one GPU."""
     held = {row["format"]: row for row in runs.read(RECORD) if row["target"] == target}
     assert len(held) == 28
     if not request.config.getoption("every"):
-        held = {name: held[name] for name in sorted(held)[TARGETS.index(target) :: len(TARGETS)]}
+        held = {name: held[name] for name in sorted(held)[TARGETS.index(target) :: 7]}
     from tersekv.versions import package_version
 
     if (used := package_version("triton")) != (recorded := next(iter(held.values()))["triton"]):

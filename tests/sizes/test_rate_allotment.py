@@ -28,6 +28,7 @@ from tersekv.errors import UserError
 from tersekv.models.config import cache_shape
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import PRESETS, Recipe
+from tersekv.sizes import rate_allotment
 from tersekv.sizes.cache_size import CacheShape
 from tersekv.sizes.estimate import predict
 from tersekv.sizes.rate_allotment import MOST_ON_PROMPT, allotted
@@ -376,3 +377,14 @@ def test_the_command(tiny, capfd, tmp_path):
     assert held["bytes_by_part"]["selection"] > 0
     assert cli.run(["estimate", "-m", tiny, "-r", RECIPE, "-c", "4k"]) == 0
     assert "all layers count alike here" in capfd.readouterr().out
+
+
+def test_an_estimate_searches_the_usual_rates_once(monkeypatch):
+    """Not for each layer and length: a search takes as long as the rest of an estimate."""
+    calls, search = [], rate_allotment.least_loss
+    monkeypatch.setattr(rate_allotment, "least_loss", lambda *given: calls.append(given) or search(*given))
+    rate_allotment._usual_rates.cache_clear()
+    shape = CacheShape([None] * 4, 2, 64, 64)
+    sizes = [predict(shape, Recipe.parse("small"), n).total_bytes for n in (1000, 2000)]
+    assert sizes[0] < sizes[1]
+    assert len(calls) == 1

@@ -75,7 +75,7 @@ def estimate(
     lengths = [] if context is None else [parse_tokens(part, "--context") for part in context.split(",")]
     limit = None if memory is None else parse_bytes(memory, "--memory")
     chunk = 0 if prefill_chunk is None else parse_tokens(prefill_chunk, "--prefill-chunk")
-    with output.step("loading torch and transformers"):
+    with output.step("computing sizes"):
         name = DEFAULT_MODEL if model is None else model
         document = describe(name, recipe or [output.DEFAULT_RECIPE], lengths, batch or 1, limit, chunk)
     if as_json:

@@ -13,6 +13,7 @@ with the recipe's bits everywhere. Each head's choice minimises loss + λ·bytes
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -125,13 +126,20 @@ def usual(plan: LayerPlan, dims: tuple[int, int], heads: int) -> tuple[LayerPlan
     Estimates use it in place of the rates of each head, which are not known without a measurement. All heads have the
     rates of the usual spread. Their shares differ, because each is rounded up to whole blocks, half a block on average.
     """
+    rates, tiers = _usual_rates(plan._replace(layer=0, scores=None, rates=None), dims, heads)
+    return with_rates(plan, rates), tiers
+
+
+@functools.lru_cache(maxsize=64)  # an estimate asks for each layer and length
+def _usual_rates(plan: LayerPlan, dims: tuple[int, int], heads: int) -> tuple[Tensor, int]:
+    """Return the rates of each head, see `LayerPlan.rates`, and the most tiers of `usual`."""
     sizes, most = _sizes(plan, dims)
     best = least_loss(USUAL[None].double(), sizes, most)[0]
     share = min((most - sizes[best.rest]) / (sizes[best.bits] - sizes[best.rest]), 1 - 1e-6)
     each = (2 * torch.arange(heads, dtype=torch.float64) + 1) / heads
     shares = share * each if share <= 0.5 else 1 - (1 - share) * each
     rates = torch.tensor([best.bits, best.rest]).double().expand(heads, 2)
-    return with_rates(plan, torch.cat([rates, shares[:, None]], dim=1)), min(2 * heads, len(sizes))
+    return torch.cat([rates, shares[:, None]], dim=1), min(2 * heads, len(sizes))
 
 
 def with_rates(plan: LayerPlan, rates: Tensor) -> LayerPlan:
