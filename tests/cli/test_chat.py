@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import threading
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from tersekv.errors import UserError
 from tersekv.models import loading
 from tersekv.recipe import Recipe
 from tersekv.serving.local.answers import Sampling
+from tersekv.serving.local.engine import Engine
 from test_cli import run_json
 
 QUESTION = "Tell me all that you know about caches."
@@ -97,6 +99,20 @@ def test_a_document_precedes_the_first_question_only(talk, fed, capsys):
     fed.clear()
     talk.ask("Who?")
     assert fed[0] < 20
+
+
+def test_a_prompt_is_read_in_chunks(network, fed, capsys):
+    model, tokenizer = network
+    sampling = Sampling(8, temperature=0, prefill_chunk=16)
+    talk = chat.Chat(model, tokenizer, Recipe.parse("kivi:bits=4"), None, sampling, None)
+    talk.ask(QUESTION)
+    read = len(QUESTION) + 3
+    assert fed == [*[16] * (read // 16), read % 16, *[1] * 7]
+    engine = Engine(model, tokenizer, tersekv.CompressedCache(model, "kivi:bits=4"), 1 << 20, prefill_chunk=16)
+    fed.clear()
+    engine.answer(engine.ids(QUESTION), Sampling(2, temperature=0), lambda text: None, threading.Event())
+    engine.close()
+    assert fed[:2] == [16, 16]
 
 
 def test_a_file_of_prompt_cache_build_is_continued(tiny, talk, fed, tmp_path, capfd):

@@ -41,6 +41,17 @@ def test_build_info_verify(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtu
     assert "polarquant" in run_text(capfd, "prompt-cache", "info", str(path))
 
 
+def test_a_text_is_read_in_chunks(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Later chunks read packed tokens, so codes differ in what they say, not in their number."""
+    build = (*BUILD, "-m", tiny, "-o", str(tmp_path / "doc.cache"))
+    whole = run_json(capfd, *build)
+    parts = run_json(capfd, *build, "--prefill-chunk", "300")
+    assert parts["cache"]["tokens"] == whole["cache"]["tokens"]
+    assert parts["cache"]["bytes_by_part"]["codes"] == whole["cache"]["bytes_by_part"]["codes"] > 0
+    assert run_json(capfd, "prompt-cache", "verify", str(tmp_path / "doc.cache"))["state"] == "verified"
+    assert "--prefill-chunk" in refuse(capfd, *build, "--prefill-chunk", "0")
+
+
 def test_a_short_text_gains_nothing(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """`build` names the length from which the recipe saves memory, and `info` prints a ratio."""
     path = str(tmp_path / "short.cache")

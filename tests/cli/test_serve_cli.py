@@ -113,8 +113,9 @@ def test_the_engine_is_chosen(monkeypatch, capsys):
     started = []
     monkeypatch.setattr(serve, "serve_here", lambda *given: started.append(given))
     monkeypatch.setattr(serve, "found_in", lambda python: FOUND)
-    assert cli.run(["serve", "a/b", "-r", "kivi:bits=4", "--port", "9000", "--cache-gib", "1"]) == 0
-    assert started == [("a/b", "kivi:bits=4", None, ("127.0.0.1", 9000), 1, 1024, "auto", None)]
+    options = "--port", "9000", "--cache-gib", "1", "--prefill-chunk", "512"
+    assert cli.run(["serve", "a/b", "-r", "kivi:bits=4", *options]) == 0
+    assert started == [("a/b", "kivi:bits=4", None, ("127.0.0.1", 9000), 1, 1024, "auto", None, 512)]
     monkeypatch.setattr(serve.importlib.util, "find_spec", lambda name: name == "vllm")
     monkeypatch.setattr(serve.os, "execve", lambda *given: started.append("vllm"))
     monkeypatch.setattr(serve, "calibration_file", lambda *given, **more: None)
@@ -130,6 +131,7 @@ def test_the_engine_is_chosen(monkeypatch, capsys):
         (["--engine", "other"], "--engine other is not an engine: choose here or vllm"),
         (["--engine", "here", "--dry-run"], "belong to vLLM"),
         (["--dtype", "int8"], "--dtype 'int8' is not one of: auto"),
+        (["--prefill-chunk", "0"], "--prefill-chunk '0' is not a number of tokens"),
         (["--host", "256.0.0.1"], "cannot listen at 256.0.0.1:8000"),
     ],
 )

@@ -13,7 +13,7 @@ import typer
 
 from tersekv.cli import output
 from tersekv.cli.files import check_out
-from tersekv.cli.generate import Dtype, checked_dtype, load, read_text, use_threads
+from tersekv.cli.generate import Dtype, PrefillChunk, checked_dtype, chunk_of, load, read_text, use_threads
 from tersekv.errors import CacheError, UserError
 
 if TYPE_CHECKING:
@@ -42,6 +42,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, max=1000.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     dtype: Dtype = "auto",
+    prefill_chunk: PrefillChunk = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
     calibration: output.Calibrations = None,
 ) -> None:
@@ -50,6 +51,7 @@ def chat(
     The prompt line shows the size of the cache. /help lists the commands. Questions can be piped in, too.
     """
     checked_dtype(dtype)
+    chunk = chunk_of(prefill_chunk)
     if cache is not None and (recipe or system):
         raise UserError("--load goes on with the recipe and the instruction of the file: leave -r and --system out")
     document = None if file is None else read_text(None, file, None)
@@ -66,7 +68,8 @@ def chat(
     with output.step("looking for the calibration"):
         learnt = None if cache else calibration_for(network, parsed, calibration)
     torch.manual_seed(seed)
-    talk = Chat(network, tokenizer, parsed, learnt, Sampling(max_new_tokens, temperature), system)
+    sampling = Sampling(max_new_tokens, temperature, prefill_chunk=chunk)
+    talk = Chat(network, tokenizer, parsed, learnt, sampling, system)
     talk.document = document
     if cache is not None:
         talk.load(str(cache))
@@ -154,8 +157,12 @@ class Chat:
                 f"the chat has {ids.shape[1]:,} tokens with this question, and the answer may have "
                 f"{self._sampling.max_tokens:,}, but this model's context is {longest:,}: /reset starts over"
             )
-        stop = Stop()
-        with tersekv.compress(self._model, self.cache), measure.prefill_progress(self._model) as read, _ctrl_c(stop):
+        stop, passes = Stop(), self._sampling.passes(ids.shape[1] - self.cache.get_seq_length())
+        with (
+            tersekv.compress(self._model, self.cache),
+            measure.prefill_progress(self._model, passes=passes) as read,
+            _ctrl_c(stop),
+        ):
 
             def write(text: str) -> None:
                 read()

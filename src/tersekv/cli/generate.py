@@ -29,6 +29,12 @@ DTYPE_HELP = "Type of weights and activations: float32, bfloat16, float16, or au
 CHUNK_HELP = "Prompt tokens per forward pass, for example 512: less memory for long prompts, more time."
 FROM_FILE_HELP = "File from `tersekv prompt-cache build` with the beginning of this prompt."
 Dtype = Annotated[str, typer.Option("--dtype", help=DTYPE_HELP)]
+PrefillChunk = Annotated[str | None, typer.Option("--prefill-chunk", help=CHUNK_HELP, show_default="the whole prompt")]
+
+
+def chunk_of(given: str | None) -> int | None:
+    """Return the tokens of `--prefill-chunk`, None for the whole prompt."""
+    return None if given is None else parse_tokens(given, "--prefill-chunk")
 
 
 def checked_dtype(dtype: str) -> str:
@@ -52,9 +58,7 @@ def generate(
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     raw: Annotated[bool, typer.Option("--raw", help="Do not use the model's chat template.")] = False,
     dtype: Dtype = "auto",
-    prefill_chunk: Annotated[
-        str | None, typer.Option("--prefill-chunk", help=CHUNK_HELP, show_default="the whole prompt")
-    ] = None,
+    prefill_chunk: PrefillChunk = None,
     threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads.")] = None,
     calibration: output.Calibrations = None,
     prompt_cache: Annotated[Path | None, typer.Option("--prompt-cache", help=FROM_FILE_HELP)] = None,
@@ -64,7 +68,7 @@ def generate(
     if 0 < temperature < 0.001 or temperature > 1000:
         raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
     checked_dtype(dtype)
-    chunk = None if prefill_chunk is None else parse_tokens(prefill_chunk, "--prefill-chunk")
+    chunk = chunk_of(prefill_chunk)
     text = read_text(prompt, file, question)
     with output.step("loading torch and transformers"):
         from tersekv.calibration import text as prompts

@@ -4,7 +4,6 @@ memory."""
 from __future__ import annotations
 
 import contextlib
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -105,7 +104,7 @@ def generate(
         cache.crop(-1)
     cached = cache.get_seq_length()
     reads_packed = contextlib.nullcontext() if recipe is None else tersekv.compress(model, cache)
-    passes = 1 if sampling.prefill_chunk is None else math.ceil((ids.shape[1] - cached) / sampling.prefill_chunk)
+    passes = sampling.passes(ids.shape[1] - cached)
     with (
         PeakMemory() as memory,
         _answering(model, sampling, write, passes) as moved,

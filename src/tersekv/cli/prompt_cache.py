@@ -11,7 +11,7 @@ import typer
 from tersekv.cli import output, sizes
 from tersekv.cli.bare import size as sized
 from tersekv.cli.files import check_out
-from tersekv.cli.generate import load, read_text, warn_of_loss
+from tersekv.cli.generate import PrefillChunk, chunk_of, load, read_text, warn_of_loss
 from tersekv.versions import cache_argument
 
 COMPARED = 128
@@ -47,6 +47,7 @@ def build(
     file: Annotated[Path | None, typer.Option("--file", "-f", help="File with that text; - is standard input.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help=RAW_HELP)] = False,
     storage: Annotated[float | None, typer.Option("--storage", help=STORAGE_HELP)] = None,
+    prefill_chunk: PrefillChunk = None,
     calibration: output.Calibrations = None,
     as_json: output.Json = False,
 ) -> None:
@@ -55,7 +56,7 @@ def build(
     The file holds the tokens that all prompts with this text share, for any --question.
     """
     text = read_text(prompt, file, None)
-    out = check_out(out)
+    out, chunk = check_out(out), chunk_of(prefill_chunk)
     if storage is not None:
         from tersekv.storage.codec import check_rate
         from tersekv.storage.streams import require_packages
@@ -77,8 +78,11 @@ def build(
     ids = common_ids(tokenizer, text, network.config, raw)
     cache = tersekv.CompressedCache(network.config, recipe, learnt)
     start = time.perf_counter()
-    with tersekv.compress(network, recipe, learnt), torch.inference_mode(), measure.prefill_progress(network):
-        network(input_ids=ids, use_cache=True, logits_to_keep=1, **cache_argument(network, cache))
+    parts = ids.split(chunk or ids.shape[1], dim=1)
+    progress = measure.prefill_progress(network, passes=len(parts))
+    with tersekv.compress(network, recipe, learnt), torch.inference_mode(), progress:
+        for part in parts:
+            network(input_ids=part, use_cache=True, logits_to_keep=1, **cache_argument(network, cache))
     read, start = time.perf_counter() - start, time.perf_counter()
     with output.step(f"writing {out}"):
         cache.save(out, ids, storage=storage)

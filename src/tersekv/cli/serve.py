@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 import typer
 
 from tersekv.cli import output
-from tersekv.cli.generate import Dtype, checked_dtype
+from tersekv.cli.generate import CHUNK_HELP, Dtype, checked_dtype, chunk_of
 from tersekv.cli.serve_here import serve_here
 from tersekv.errors import UserError
 
@@ -99,6 +99,9 @@ def serve(
     ] = 1024,
     dtype: Dtype = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads. Not for vLLM.")] = None,
+    prefill_chunk: Annotated[
+        str | None, typer.Option(help=f"{CHUNK_HELP} Not for vLLM.", show_default="the whole prompt")
+    ] = None,
     dry_run: Annotated[bool, typer.Option(help="Print the command only, and run nothing.")] = False,
 ) -> None:
     """Serve a model with a packed cache, at an OpenAI-compatible address.
@@ -107,13 +110,14 @@ def serve(
     (with --dry-run on stdout).
     """
     checked_dtype(dtype)
+    chunk = chunk_of(prefill_chunk)
     if engine not in (None, *ENGINES):
         raise UserError(f"--engine {engine} is not an engine: choose {' or '.join(ENGINES)}")
     wants_vllm = python is not None or dry_run or bool(context.args)
     if engine == "here" and wants_vllm:
         raise UserError("--python, --dry-run and options after -- belong to vLLM: leave them out with --engine here")
     if engine == "here" or (engine is None and not wants_vllm and not importlib.util.find_spec("vllm")):
-        serve_here(model, recipe, calibration, (host, port), cache_gib, max_new_tokens, dtype, threads)
+        serve_here(model, recipe, calibration, (host, port), cache_gib, max_new_tokens, dtype, threads, chunk)
         return
     with output.step("loading torch and transformers"):
         from tersekv.models import loading

@@ -20,6 +20,7 @@ def serve_here(
     max_new_tokens: int,
     dtype: str,
     threads: int | None,
+    prefill_chunk: int | None,
 ) -> None:
     """Load a model and serve it until Ctrl-C. cache_gib: packed bytes of earlier prompts that are kept.
 
@@ -42,7 +43,7 @@ def serve_here(
     with output.step("looking for the calibration"):
         learnt = calibration_for(network, parsed, calibration)
     template = tersekv.CompressedCache(network.config, parsed, learnt)
-    server = Server(model, Engine(network, tokenizer, template, cache_gib << 30), max_new_tokens)
+    server = Server(model, Engine(network, tokenizer, template, cache_gib << 30, prefill_chunk), max_new_tokens)
     listening.listen()  # before the line, so that clients who wait for it can connect
     host, port = listening.getsockname()[:2]
     output.report(f"{model} with {parsed.name} at http://{host}:{port}/v1, one answer at a time; Ctrl-C ends it")

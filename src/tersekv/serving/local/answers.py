@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -58,6 +59,10 @@ class Sampling:
         chosen = {"temperature": self.temperature, "top_p": self.top_p}
         given = {name: value for name, value in chosen.items() if value is not None}
         return lengths | ({"do_sample": True, **given} if given else {})
+
+    def passes(self, tokens: int) -> int:
+        """Return the number of forward passes that read so many tokens of a prompt."""
+        return math.ceil(tokens / (self.prefill_chunk or max(1, tokens)))
 
     def start(self) -> None:
         """Set torch's seed, if there is one."""

@@ -23,11 +23,18 @@ Prompt = Sequence[dict[str, str]] | str | Tensor
 class Engine:
     """A model under `compress`, for one answer at a time. template: an empty cache with the recipe.
 
-    most_bytes: packed bytes of earlier prompts that are kept.
+    most_bytes: packed bytes of earlier prompts that are kept. prefill_chunk: see `Sampling`.
     """
 
-    def __init__(self, model: Any, tokenizer: Any, template: CompressedCache, most_bytes: int) -> None:
-        self.model, self.tokenizer = model, tokenizer
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        template: CompressedCache,
+        most_bytes: int,
+        prefill_chunk: int | None = None,
+    ) -> None:
+        self.model, self.tokenizer, self._prefill_chunk = model, tokenizer, prefill_chunk
         self.caches = PromptCaches(lambda: template.empty(model.config), most_bytes)
         self.longest = longest_context(model.config)
         self._installed = tersekv.compress(model, template)
@@ -74,8 +81,8 @@ class Engine:
         """
         if stop.is_set():
             raise Stopped
-        if self.longest:
-            sampling = dataclasses.replace(sampling, max_tokens=min(sampling.max_tokens, self.longest - ids.shape[1]))
+        most = min(sampling.max_tokens, self.longest - ids.shape[1]) if self.longest else sampling.max_tokens
+        sampling = dataclasses.replace(sampling, max_tokens=most, prefill_chunk=self._prefill_chunk)
         cache = self.caches.take(ids)
         try:
             given = answer(self.model, self.tokenizer, cache, ids, sampling, write, stop)
