@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from tersekv.cli import estimate_tables, output
+from tersekv.cli.generate import PrefillChunk, chunk_of
 from tersekv.errors import UserError
 from tersekv.hf.facts import Known, bias_fault, load_known, most_tokens, refusals
 from tersekv.units import LONGEST, parse_bytes, parse_tokens
@@ -27,7 +28,6 @@ MODEL_HELP = (
 RECIPE_HELP = f"{output.RECIPE_HELP} May be repeated, for one table of all."
 MEMORY_HELP = "Memory for weights and cache, for example 24GB or 80GiB. Shows which contexts fit."
 TABLES_HELP = "kvquant: recompute Tables 7 and 8 of the KVQuant paper. Only --batch may be combined with it."
-CHUNK_HELP = "Prompt tokens per forward pass, on which the peak memory depends."
 DEFAULT_MODEL, DEFAULT_CONTEXT = "smollm2", "4k,32k,128k,1M"
 
 
@@ -46,9 +46,7 @@ def estimate(
     batch: Annotated[
         int | None, typer.Option("--batch", "-b", min=1, help="Number of sequences.", show_default="1")
     ] = None,
-    prefill_chunk: Annotated[
-        str | None, typer.Option("--prefill-chunk", help=CHUNK_HELP, show_default="the whole prompt")
-    ] = None,
+    prefill_chunk: PrefillChunk = None,
     tables: Annotated[str | None, typer.Option("--tables", help=TABLES_HELP)] = None,
     as_json: output.Json = False,
 ) -> None:
@@ -74,7 +72,7 @@ def estimate(
         return
     lengths = [] if context is None else [parse_tokens(part, "--context") for part in context.split(",")]
     limit = None if memory is None else parse_bytes(memory, "--memory")
-    chunk = 0 if prefill_chunk is None else parse_tokens(prefill_chunk, "--prefill-chunk")
+    chunk = chunk_of(prefill_chunk) or 0
     with output.step("computing sizes"):
         name = DEFAULT_MODEL if model is None else model
         document = describe(name, recipe or [output.DEFAULT_RECIPE], lengths, batch or 1, limit, chunk)
