@@ -1,9 +1,9 @@
 // Working memory of a thread, allocated in large slabs that are reused by its next task.
 #include <cstdlib>
-#include <memory>
 #include <new>
-#include <vector>
+#include <utility>
 
+#include "call_memory.h"
 #include "contract.h"
 
 #ifdef __has_feature
@@ -19,6 +19,7 @@ namespace tersekv {
 namespace {
 
 constexpr int64_t kSlabFloats = 1 << 16;
+constexpr int64_t kSpareFloats = 1 << 22;  // of calls that have ended, which a thread keeps
 
 // AddressSanitizer sees a slab as one allocation, so it is told where each piece ends. `kGuard`
 // floats after a piece stay poisoned.
@@ -32,20 +33,11 @@ void close(float*, int64_t) {}
 void open(float*, int64_t) {}
 #endif
 
-struct Release {
-  void operator()(float* p) const { std::free(p); }
-};
-
-struct Slab {
-  std::unique_ptr<float, Release> memory;
-  int64_t floats;
-};
-
 Slab make_slab(int64_t floats) {
   auto* memory = static_cast<float*>(std::aligned_alloc(64, floats * sizeof(float)));
   if (!memory) throw std::bad_alloc();
   close(memory, floats);
-  return {std::unique_ptr<float, Release>(memory), floats};
+  return {std::unique_ptr<float, FreeSlab>(memory), floats};
 }
 
 struct Arena {
@@ -84,6 +76,7 @@ struct ThreadBuffer {
 
 thread_local Arena arena;
 thread_local ThreadBuffer kept;
+thread_local std::vector<Slab> spare;  // the latest last
 
 }  // namespace
 
@@ -108,6 +101,34 @@ float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled) {
   close(kept.slab.memory.get(), kept.slab.floats);
   open(kept.slab.memory.get(), floats);
   return kept.slab.memory.get();
+}
+
+float* CallMemory::take(int64_t floats) {
+  floats = round_up(floats > 0 ? floats : 1, kLanes);
+  auto found = spare.end();
+  for (auto it = spare.begin(); it != spare.end(); ++it)
+    if (it->floats >= floats && (found == spare.end() || it->floats < found->floats)) found = it;
+  if (found == spare.end()) {
+    slabs_.push_back(make_slab(floats));
+  } else {
+    slabs_.push_back(std::move(*found));
+    spare.erase(found);
+  }
+  open(slabs_.back().memory.get(), floats);
+  return slabs_.back().memory.get();
+}
+
+CallMemory::~CallMemory() {
+  int64_t all = 0;
+  for (Slab& slab : slabs_) {
+    close(slab.memory.get(), slab.floats);
+    spare.push_back(std::move(slab));
+  }
+  for (const Slab& slab : spare) all += slab.floats;
+  while (all > kSpareFloats) {
+    all -= spare.front().floats;
+    spare.erase(spare.begin());
+  }
 }
 
 }  // namespace tersekv

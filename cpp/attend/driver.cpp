@@ -8,6 +8,7 @@
 #include <thread>
 #include <vector>
 
+#include "call_memory.h"
 #include "isa.h"
 #include "pool.h"
 #include "rope_kernel.h"
@@ -300,9 +301,9 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
     parts += of.splits;
   }
   const bool maps = map.given() && map.first < calls.size();
-  std::unique_ptr<float[]> partial;
-  if (parts > 1 || maps) partial.reset(new float[(parts + 1) * rows * (Dv + 1)]);
-  const auto part_at = [&](int64_t part) { return partial.get() + part * rows * (Dv + 1); };
+  CallMemory memory;
+  float* partial = parts > 1 || maps ? memory.take((parts + 1) * rows * (Dv + 1)) : nullptr;
+  const auto part_at = [&](int64_t part) { return partial + part * rows * (Dv + 1); };
   std::vector<const float*> outs, lses;
   size_t unmapped = 0;  // number of parts of calls before `map.first`
   for (CallTasks& of : all.calls) {

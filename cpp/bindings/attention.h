@@ -5,9 +5,9 @@
 #include <bit>
 #include <cmath>
 #include <limits>
-#include <memory>
 #include <vector>
 
+#include "call_memory.h"
 #include "native_pages.h"
 #include "pool.h"
 #include "rounding.h"
@@ -61,8 +61,7 @@ class Attention {
       rows_ = query_.as<float>();
       return;
     }
-    memory_.emplace_back(B_ * H_ * R_ * D_);
-    float* out = memory_.back().data();
+    float* out = memory_.take(B_ * H_ * R_ * D_);
     rows_ = out;
     const auto head = [&](int64_t index) {
       const int64_t Hq = query_.shape[1], b = index / Hq, h = index % Hq;
@@ -153,10 +152,8 @@ class Attention {
     }
     if (logits.given()) expect("", "sink logits", logits, {{"Hq", Hq}}, 1);
     const bool direct = sums.given() || (target.type == Type::f32 && q_ == 1 && !logits.given());
-    std::vector<float> own_out(direct ? 0 : rows * Dv), own_lse(sums.given() ? 0 : rows);
-    auto* at = reinterpret_cast<float*>(target.address);
-    float *to = direct ? at : own_out.data(),
-          *to_lse = sums.given() ? reinterpret_cast<float*>(sums.address) : own_lse.data();
+    float *to = direct ? reinterpret_cast<float*>(target.address) : memory_.take(rows * Dv),
+          *to_lse = sums.given() ? reinterpret_cast<float*>(sums.address) : memory_.take(rows);
     {
       nb::gil_scoped_release release;
       if (calls_.empty()) {
@@ -189,8 +186,7 @@ class Attention {
   const float* mapped(const NativePages& pages, int threads) {
     const int64_t D = pages.calls[0].D, inner = pages.keeps_query ? D / 2 : D;
     if (!pages.query.given() && !pages.keeps_query) return rows_;
-    memory_.emplace_back(B_ * H_ * R_ * D);
-    float* out = memory_.back().data();
+    float* out = memory_.take(B_ * H_ * R_ * D);
     if (pages.query.given()) multiply({B_, H_, R_, pages.mapped, false, pages.query, rows_, D_, out, D}, threads);
     const int64_t done = pages.query.given() ? pages.mapped : 0;
     for (int64_t r = 0; r < B_ * H_ * R_; r++) {
@@ -211,8 +207,7 @@ class Attention {
 
   // Return scaling² · Σ_d query_d² · factor_d per row, [B, H, R]. query: mapped, [B, H, R, D].
   const float* score_bias(const Correction& correction, const float* query, int64_t D) {
-    memory_.emplace_back(B_ * H_ * R_);
-    float* out = memory_.back().data();
+    float* out = memory_.take(B_ * H_ * R_);
     const float factor = scores_.scaling * scores_.scaling;
     for (int64_t head = 0; head < B_ * H_; head++) {
       const float* factors = correction.factors + head / H_ * correction.stride_b + head % H_ * correction.stride_h;
@@ -231,8 +226,7 @@ class Attention {
     for (const MarkedMean& mean : pages.means)
       for (const int64_t tokens : mean.tokens) floats += B_ * H_ * R_ * (round_up(tokens, kLanes) + kLanes);
     if (floats == 0 || floats > kMostMeanBytes / static_cast<int64_t>(sizeof(float))) return;
-    mean_memory_.reset(new float[floats]);
-    float* room = mean_memory_.get();
+    float* room = memory_.take(floats);
     means_.reserve(pages.means.size());
     for (const MarkedMean& mean : pages.means) {
       SharedMean& made = means_.emplace_back();
@@ -330,11 +324,10 @@ class Attention {
   SegmentMasks masks_;
   Scores scores_;
   const float* rows_ = nullptr;
-  std::vector<std::vector<float>> memory_;
+  CallMemory memory_;
   std::vector<std::pair<const float*, const float*>> biases_;  // factors of a correction, and its bias
   std::vector<Call> calls_;
   std::vector<SharedMean> means_;
-  std::unique_ptr<float[]> mean_memory_;
   OutputMap map_;
 };
 

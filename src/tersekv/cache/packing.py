@@ -272,8 +272,9 @@ def _fitted(
     elif loss is not None:  # few tokens may have most of the weight: none is left out
         loss, stretches = loss.tokens(place), coding.chunks(0, x.shape[2], 1, x)
     rotary = None if side else store.rotary
-    if loss is None and rotary is not None and not rotary.rope.varies and rotary.padding is None:
+    if loss is None:
         stretches = list(stretches)
+    if loss is None and len(stretches) > 1 and rotary is not None and not rotary.rope.varies and rotary.padding is None:
         places = torch.cat([torch.arange(place + start, place + stop) for start, stop in stretches])
         kept = torch.cat([x[:, :, start:stop] for start, stop in stretches], dim=2)
         parts = [Tokens(kept, rotary.at(places.to(x.device)))]

@@ -150,7 +150,7 @@ class PagePool:
             return None
         key = id(self.rope), key, len(positions)  # layers with other heads have other parts
         if key not in shared:
-            shared[key] = self.rope.angles_at(positions)
+            shared[key] = self.rope.angles_at(positions)._replace(kept={})
         return cast(Angles, shared[key])
 
     # ---------------------------------------------------------------- read

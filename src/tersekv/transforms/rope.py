@@ -272,12 +272,14 @@ class Angles(NamedTuple):
     places: int32 [1 or B, 1 or H, T or 1], each token's position, or its row in a table of one
         digit. For consecutive tokens only the first one's.
     tokens: T.
+    kept: cosines and sines of each channel by the number of channels, for angles that several layers read; or None.
     """
 
     rope: Rope
     table: Tensor
     places: Tensor
     tokens: int
+    kept: dict[int, tuple[Tensor, Tensor]] | None = None
 
     @property
     def is_given(self) -> bool:
@@ -316,6 +318,10 @@ class Angles(NamedTuple):
         """Return cos and sin float32 of each channel, [1 or B, T, D], or [B, H, T, D] if heads differ: 1 and 0 for
         channels that are not rotated. Only for RoPE that has `Rope.channels`.
         """
+        if self.kept is not None:
+            if D not in self.kept:
+                self.kept[D] = self._by_channel(D)
+            return self.kept[D]
         if not self.consecutive or self.places.numel() > 1 or not self.places.is_cpu:
             return self._by_channel(D)
         kept, key = self.rope._kept, (int(self.places), self.tokens, D)
