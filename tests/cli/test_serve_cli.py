@@ -94,6 +94,21 @@ def test_the_command_is_printed(monkeypatch, capsys):
     assert section == {"recipe": "trellis:bits=3.5", "calibration": "CALIBRATION"}
 
 
+@pytest.mark.parametrize(
+    "option, instead",
+    [
+        ("--max-new-tokens", "requests name it"),
+        ("--threads", "OMP_THREADS_BIND"),
+        ("--prefill-chunk", "batched-tokens"),
+    ],
+)
+def test_options_of_this_process_are_not_ignored_with_vllm(capsys, option, instead):
+    assert cli.run(["serve", "smollm2", "--dry-run", option, "512"]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"{option} is for the server in this process" in said
+    assert instead in said
+
+
 def test_on_cuda_the_backend_is_named(tmp_path):
     server = serve.made(
         "python", "cuda", "folder", "name", Recipe.parse("turboquant:bits=4"), None, ("h", 1), 4, []

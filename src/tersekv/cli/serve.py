@@ -60,6 +60,16 @@ RECIPE = (
     "preset's codec is calibrated once per model there, because pages are shared by prompts."
 )
 
+NEW_TOKENS = 1024
+"""Tokens of an answer where neither a request nor the server names a number."""
+
+NOT_OF_VLLM = {
+    "--max-new-tokens": "requests name it",
+    "--threads": "set VLLM_CPU_OMP_THREADS_BIND, for example to 0-3",
+    "--prefill-chunk": "add -- --max-num-batched-tokens N",
+}
+"""Options of the server in this process, and what to do with vLLM instead."""
+
 ENGINES = "here", "vllm"
 ENGINE = (
     "here: this process, one answer at a time, for a laptop. vllm: many at once. By default vllm where --python, "
@@ -95,8 +105,13 @@ def serve(
         typer.Option(min=1, help="Memory in GiB: for vLLM's cache on a CPU, or for earlier prompts' packed caches."),
     ] = 4,
     max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="Tokens of an answer where a request names no number. Not for vLLM.")
-    ] = 1024,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Tokens of an answer where a request names no number. Not for vLLM.",
+            show_default=str(NEW_TOKENS),
+        ),
+    ] = None,
     dtype: Dtype = "auto",
     threads: Annotated[int | None, typer.Option(min=1, help="Number of CPU threads. Not for vLLM.")] = None,
     prefill_chunk: Annotated[
@@ -117,8 +132,12 @@ def serve(
     if engine == "here" and wants_vllm:
         raise UserError("--python, --dry-run and options after -- belong to vLLM: leave them out with --engine here")
     if engine == "here" or (engine is None and not wants_vllm and not importlib.util.find_spec("vllm")):
-        serve_here(model, recipe, calibration, (host, port), cache_gib, max_new_tokens, dtype, threads, chunk)
+        tokens = max_new_tokens or NEW_TOKENS
+        serve_here(model, recipe, calibration, (host, port), cache_gib, tokens, dtype, threads, chunk)
         return
+    for (name, instead), value in zip(NOT_OF_VLLM.items(), (max_new_tokens, threads, prefill_chunk), strict=True):
+        if value is not None:
+            raise UserError(f"{name} is for the server in this process, not for vLLM: leave it out and {instead}")
     with output.step("loading torch and transformers"):
         from tersekv.models import loading
         from tersekv.serving.vllm.options import checked
