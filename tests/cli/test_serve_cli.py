@@ -95,7 +95,7 @@ def test_the_command_is_printed(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(
-    "option, instead",
+    ("option", "instead"),
     [
         ("--max-new-tokens", "requests name it"),
         ("--threads", "OMP_THREADS_BIND"),

@@ -248,6 +248,20 @@ def test_what_cannot_work_is_refused(models):
             tersekv.CompressedCache(made(**(sizes | fields)), "kivi:bits=4")
 
 
+@pytest.mark.parametrize("codec", ["oscar", "trellis"])
+def test_a_codec_is_fitted_on_a_prompt(models, codec):
+    """Its queries have the channels of latents and of rotated keys, and their metric is of latents alone."""
+    model, ids, cuts = models["deepseek_v3"], prompt(330), [0, 320, *range(321, 331)]
+    expected = logits(model, ids, cuts, tf.DynamicCache(config=model.config))[:, 320:]
+    errors = []
+    for bits in (2, 4):
+        recipe = f"{codec}:bits={bits},calibration=prompt"
+        with tersekv.compress(model, recipe):
+            got = logits(model, ids, cuts, tersekv.CompressedCache(model.config, recipe))[:, 320:]
+        errors.append(float((got - expected).norm() / expected.norm()))
+    assert errors[1] < errors[0] < 0.2
+
+
 def test_classes_are_restored(models):
     model = models["deepseek_v3"]
     made = type(model.model.layers[0].self_attn)

@@ -62,7 +62,9 @@ def prompt_loss(
             kinds, keys, values, call, _coded(store, call, keys.shape[2]), bool(store.ranked)
         )
     if store.latent and of_keys is not None and of_keys.metric is not None:
-        of_keys = of_keys._replace(metric=of_keys.metric[..., : store.keys.head_dim])
+        own = slice(store.keys.head_dim)  # of the latents, without the rotated channels
+        metric = of_keys.metric[..., own]
+        of_keys = of_keys._replace(metric=metric if metric.dim() == 3 else metric[:, :, own])
     return of_keys, of_values
 
 
