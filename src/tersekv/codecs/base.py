@@ -334,7 +334,7 @@ class Method:
     build: Callable[..., Pair]
     variants: tuple[dict[str, Any], ...] = ()
 
-    @property
+    @functools.cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
         """Return the options that `build` takes."""
         return dict(inspect.signature(self.build).parameters)

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from tersekv.errors import UserError
 from tersekv.transforms.rope import NO_ROPE, Apply, Rope
 from tersekv.versions import cache_name
 
+T = TypeVar("T")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 BY_LAYER = ("no_rope_layers", "layer_rope_theta")
 """Config fields with one entry per layer, which is 0 if the layer has no RoPE."""
@@ -30,6 +31,8 @@ NOT_TEXT = ("Vision", "Audio")
 MOST_BUILT = 8
 _built: dict[tuple[str, str | None], Rope] = {}
 """RoPE by config and layer type, for further caches of the same model: to build and check one takes 40 ms or more."""
+_rotated: dict[tuple[str, str | None], bool] = {}
+"""True if keys have RoPE, likewise: to build an attention module and see takes 8 ms."""
 
 
 class KeyProbe(Exception):  # noqa: N818  # it stops an attention module whose keys are known
@@ -50,7 +53,7 @@ class Ropes:
     def __init__(self, config: Any, head_dim: int) -> None:
         self.config, self.head_dim = config, head_dim
         self._known: dict[str | None, Rope] = {}
-        self._rotated: dict[str | None, bool] = {}
+        self._rotates_in: dict[int, bool] = {}
 
     def of(self, layer: int) -> Rope:
         """Return the RoPE of one layer. It is `NO_ROPE` if only other layers have RoPE.
@@ -60,7 +63,9 @@ class Ropes:
         """
         if getattr(self.config, "kv_lora_rank", None):
             raise UserError(f"{self._why()} latents have no RoPE")
-        if not self._rotates(layer):
+        if layer not in self._rotates_in:
+            self._rotates_in[layer] = self._rotates(layer)
+        if not self._rotates_in[layer]:
             return NO_ROPE
         kind = self._kind(layer)
         if kind not in self._known:
@@ -129,9 +134,7 @@ class Ropes:
         kind = types[layer] if types else None
         if getattr(config, "position_embedding_type", "rope") is None or parameters.get(kind, 0) is None:
             return False
-        if kind not in self._rotated:
-            self._rotated[kind] = self._attention_rotates(layer)
-        return self._rotated[kind]
+        return self._once(_rotated, kind, lambda: self._attention_rotates(layer))
 
     def _attention_rotates(self, layer: int) -> bool:
         """True unless the attention module's code shows that its keys do not depend on the angles.
@@ -178,14 +181,22 @@ class Ropes:
         return min(found, default=(True, 0, None))[-1]
 
     def _shared(self, kind: str | None) -> Rope:
+        return self._once(_built, kind, lambda: self._make(kind))
+
+    def _once(self, built: dict[tuple[str, str | None], T], kind: str | None, make: Callable[[], T]) -> T:
+        """Return what `make` returns for layers of a kind, which is made once per config."""
+        key = self._key, kind
+        if key not in built:
+            made = make()
+            if len(built) >= MOST_BUILT:
+                built.clear()
+            built[key] = made
+        return built[key]
+
+    @functools.cached_property
+    def _key(self) -> str:
         config = self.config
-        key = f"{type(config).__module__} {self.head_dim} {config.to_json_string(use_diff=False)}", kind
-        if key not in _built:
-            made = self._make(kind)
-            if len(_built) >= MOST_BUILT:
-                _built.clear()
-            _built[key] = made
-        return _built[key]
+        return f"{type(config).__module__} {self.head_dim} {config.to_json_string(use_diff=False)}"
 
     def _make(self, kind: str | None) -> Rope:
         config, made = self.config, self._class("RotaryEmbedding")
