@@ -99,10 +99,22 @@ void rescale(float* row, int64_t padded, float factor) {
   for (int64_t i = 0; i < padded; i += kLanes) S::store(row + i, S::mul(S::load(row + i), f));
 }
 
+// The rows of both do not overlap, so that compilers use vectors.
+inline void scale_row(const float* __restrict row, int64_t D, float factor, float* __restrict out) {
+  for (int64_t d = 0; d < D; d++) out[d] = row[d] * factor;
+}
+
+inline void add_times(const float* __restrict row, int64_t D, float factor, float* __restrict out) {
+  for (int64_t d = 0; d < D; d++) out[d] += row[d] * factor;
+}
+
 inline float finish_row(const float* row, int64_t D, const RowState& state, float* out) {
-  const float inverse = state.sum == 0.0f ? 0.0f : 1.0f / state.sum;
-  for (int64_t d = 0; d < D; d++) out[d] = state.sum == 0.0f ? 0.0f : row[d] * inverse;
-  return state.sum == 0.0f ? -kInfinity : state.max + __builtin_logf(state.sum);
+  if (state.sum == 0.0f) {
+    for (int64_t d = 0; d < D; d++) out[d] = 0.0f;
+    return -kInfinity;
+  }
+  scale_row(row, D, 1.0f / state.sum, out);
+  return state.max + __builtin_logf(state.sum);
 }
 
 template <class S>
@@ -117,7 +129,7 @@ void merge_rows(const Merge& call, int64_t first, int64_t last) {
     for (int64_t s = 0; s < call.segments; s++) {
       const float weight = __builtin_expf(call.lses[s][row] - safe) * inverse;
       const float* in = call.outs[s] + row * call.D;
-      for (int64_t d = 0; d < call.D; d++) out[d] = (s ? out[d] : 0.0f) + weight * in[d];
+      s ? add_times(in, call.D, weight, out) : scale_row(in, call.D, weight, out);
     }
     call.lse[row] = sum == 0.0f ? -kInfinity : max + __builtin_logf(sum);
   }
