@@ -17,8 +17,8 @@ struct Slab {
   int64_t floats = 0;
 };
 
-// Memory of one call. Some megabytes stay with its thread for the next calls: a page that is new to the process takes
-// longer than a pass over it.
+// Memory of one call. Up to 16 MiB of it stay with its thread for the next calls: a page that is new to the process
+// takes longer than a pass over it.
 class CallMemory {
  public:
   CallMemory() = default;

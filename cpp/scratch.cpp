@@ -1,4 +1,4 @@
-// Working memory of a thread, allocated in large slabs that are reused by its next task.
+// Working memory of a thread, allocated in large slabs that are reused by its next task, or by its next call.
 #include <cstdlib>
 #include <new>
 #include <utility>
@@ -104,12 +104,12 @@ float* kept_scratch(const KeptKey& key, int64_t floats, bool& filled) {
 }
 
 float* CallMemory::take(int64_t floats) {
-  floats = round_up(floats > 0 ? floats : 1, kLanes);
+  const int64_t room = round_up(floats > 0 ? floats : 1, kLanes);
   auto found = spare.end();
   for (auto it = spare.begin(); it != spare.end(); ++it)
-    if (it->floats >= floats && (found == spare.end() || it->floats < found->floats)) found = it;
+    if (it->floats >= room && (found == spare.end() || it->floats < found->floats)) found = it;
   if (found == spare.end()) {
-    slabs_.push_back(make_slab(floats));
+    slabs_.push_back(make_slab(room));
   } else {
     slabs_.push_back(std::move(*found));
     spare.erase(found);
@@ -120,9 +120,12 @@ float* CallMemory::take(int64_t floats) {
 
 CallMemory::~CallMemory() {
   int64_t all = 0;
-  for (Slab& slab : slabs_) {
-    close(slab.memory.get(), slab.floats);
-    spare.push_back(std::move(slab));
+  try {
+    for (Slab& slab : slabs_) {
+      close(slab.memory.get(), slab.floats);
+      if (slab.floats <= kSpareFloats) spare.push_back(std::move(slab));
+    }
+  } catch (const std::bad_alloc&) {  // the rest is freed
   }
   for (const Slab& slab : spare) all += slab.floats;
   while (all > kSpareFloats) {

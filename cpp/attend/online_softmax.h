@@ -99,7 +99,7 @@ void rescale(float* row, int64_t padded, float factor) {
   for (int64_t i = 0; i < padded; i += kLanes) S::store(row + i, S::mul(S::load(row + i), f));
 }
 
-// The rows of both do not overlap, so that compilers use vectors.
+// row and out must not overlap, so that compilers use vectors.
 inline void scale_row(const float* __restrict row, int64_t D, float factor, float* __restrict out) {
   for (int64_t d = 0; d < D; d++) out[d] = row[d] * factor;
 }

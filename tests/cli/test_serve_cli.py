@@ -97,7 +97,7 @@ def test_the_command_is_printed(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("option", "instead"),
     [
-        ("--max-new-tokens", "requests name it"),
+        ("--max-new-tokens", "let requests name it"),
         ("--threads", "OMP_THREADS_BIND"),
         ("--prefill-chunk", "batched-tokens"),
     ],

@@ -1,4 +1,4 @@
-"""A kernel without memory raises MemoryError, and the process continues."""
+"""Memory of kernels: without it they raise MemoryError, and what earlier calls left in it is not read."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from tersekv.kernels import cpu
+from tersekv.kernels.cpu import attend as native
 
 pytestmark = pytest.mark.skipif(cpu.why_not_built() is not None, reason=cpu.why_not_built() or "")
 
@@ -42,3 +44,19 @@ print(native.encode_trellis(*small, tables).shape)
 def test_no_memory_for_a_kernel(threads):
     ran = subprocess.run([sys.executable, "-c", CODE, str(threads)], capture_output=True, text=True, timeout=120)
     assert ran.stdout.splitlines() == ["MemoryError", "torch.Size([1, 64, 32])"], ran.stderr
+
+
+@pytest.mark.parametrize("q", [1, 40])
+def test_memory_of_earlier_calls_is_not_read(q):
+    """Rows that see no token, no tokens at all, and results that are merged, after calls that left NaNs."""
+    torch.manual_seed(0)
+    query, keys, values = torch.randn(1, 4, q, 24).bfloat16(), *torch.randn(2, 1, 2, 96, 24).bfloat16()
+    seen = torch.rand(1, q, 96) < 0.5
+    seen[:, q // 2] = False
+    calls = [((keys, values, 0),), ((keys, values, seen),), ((keys[:, :, :0], values[:, :, :0], 0),)]
+    calls += [((keys, values, 0), (keys.neg(), values, seen))]
+    before = [native.attend(query, exact, None, None, None, 0.2) for exact in calls]
+    for factor in (torch.nan, torch.inf):
+        native.attend(query * factor, ((keys * factor, values * factor, 0),), None, None, None, 0.2)
+    for exact, expected in zip(calls, before, strict=True):
+        assert torch.equal(native.attend(query, exact, None, None, None, 0.2), expected)

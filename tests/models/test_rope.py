@@ -271,3 +271,16 @@ def test_angles_that_are_not_proportional_come_from_the_model():
     bent = Rope(lambda positions, length: of._cos_sin(positions**2 // 100, length), of._apply)
     assert of.is_proportional()
     assert not bent.is_proportional()
+
+
+def test_a_config_is_looked_at_once(monkeypatch):
+    """A further cache of an equal config builds nothing, one of another config does."""
+    made = []
+    for name in ("_make", "_attention_rotates"):
+        whole = getattr(Ropes, name)
+        monkeypatch.setattr(Ropes, name, lambda self, *args, whole=whole: made.append(whole) or whole(self, *args))
+    for theta, expected in ((12_345.0, 2), (12_345.0, 2), (23_456.0, 4)):
+        shape = SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": theta}}
+        ropes = Ropes(tf.LlamaConfig(**shape, **HEAD), 32)
+        assert ropes.of(0) is ropes.of(1)
+        assert len(made) == expected

@@ -266,14 +266,12 @@ def _fitted(
     store: Store, side: int, codec: Codec, sinks: Tensor, x: Tensor, place: int, loss: TokenLoss | None
 ) -> Codec:
     """Return the codec fitted on the prompt. x: the tokens from `place` on."""
-    stretches: Iterable[tuple[int, int]] = coding.fit_stretches(x.shape[2])
+    stretches = coding.fit_stretches(x.shape[2])
     if loss is None and codec.observes:
         log.debug("no queries were observed: all tokens of the prompt have the same weight in the fit")
     elif loss is not None:  # few tokens may have most of the weight: none is left out
-        loss, stretches = loss.tokens(place), coding.chunks(0, x.shape[2], 1, x)
+        loss, stretches = loss.tokens(place), list(coding.chunks(0, x.shape[2], 1, x))
     rotary = None if side else store.rotary
-    if loss is None:
-        stretches = list(stretches)
     if loss is None and len(stretches) > 1 and rotary is not None and not rotary.rope.varies and rotary.padding is None:
         places = torch.cat([torch.arange(place + start, place + stop) for start, stop in stretches])
         kept = torch.cat([x[:, :, start:stop] for start, stop in stretches], dim=2)

@@ -64,8 +64,8 @@ NEW_TOKENS = 1024
 """Tokens of an answer where neither a request nor the server names a number."""
 
 NOT_OF_VLLM = {
-    "--max-new-tokens": "requests name it",
-    "--threads": "set VLLM_CPU_OMP_THREADS_BIND, for example to 0-3",
+    "--max-new-tokens": "let requests name it",
+    "--threads": "on CPUs set VLLM_CPU_OMP_THREADS_BIND, for example to 0-3",
     "--prefill-chunk": "add -- --max-num-batched-tokens N",
 }
 """Options of the server in this process, and what to do with vLLM instead."""
@@ -137,7 +137,9 @@ def serve(
         return
     for (name, instead), value in zip(NOT_OF_VLLM.items(), (max_new_tokens, threads, prefill_chunk), strict=True):
         if value is not None:
-            raise UserError(f"{name} is for the server in this process, not for vLLM: leave it out and {instead}")
+            raise UserError(
+                f"{name} is for the server in this process, not for vLLM: add --engine here, or leave it out and {instead}"
+            )
     with output.step("loading torch and transformers"):
         from tersekv.models import loading
         from tersekv.serving.vllm.options import checked

@@ -63,18 +63,18 @@ class Ropes:
         """
         if getattr(self.config, "kv_lora_rank", None):
             raise UserError(f"{self._why()} latents have no RoPE")
-        if layer not in self._rotates_in:
-            self._rotates_in[layer] = self._rotates(layer)
-        if not self._rotates_in[layer]:
-            return NO_ROPE
-        kind = self._kind(layer)
-        if kind not in self._known:
-            try:
-                self._known[kind] = self._shared(kind)
-            except UserError:
-                raise
-            except Exception as error:  # the model's own code may raise any error
-                raise UserError(f"{self._why()} its RoPE raises {type(error).__name__} ({error})") from error
+        try:
+            if layer not in self._rotates_in:
+                self._rotates_in[layer] = self._rotates(layer)
+            if not self._rotates_in[layer]:
+                return NO_ROPE
+            kind = self._kind(layer)
+            if kind not in self._known:
+                self._known[kind] = self._once(_built, kind, lambda: self._make(kind))
+        except UserError:
+            raise
+        except Exception as error:  # the model's own code may raise any error
+            raise UserError(f"{self._why()} its RoPE raises {type(error).__name__} ({error})") from error
         return self._known[kind]
 
     def known(self, layer: int) -> Rope | None:
@@ -180,18 +180,15 @@ class Ropes:
                         found.append((not exact, len(found), made))
         return min(found, default=(True, 0, None))[-1]
 
-    def _shared(self, kind: str | None) -> Rope:
-        return self._once(_built, kind, lambda: self._make(kind))
-
     def _once(self, built: dict[tuple[str, str | None], T], kind: str | None, make: Callable[[], T]) -> T:
         """Return what `make` returns for layers of a kind, which is made once per config."""
         key = self._key, kind
-        if key not in built:
+        if (made := built.get(key)) is None:
             made = make()
             if len(built) >= MOST_BUILT:
                 built.clear()
             built[key] = made
-        return built[key]
+        return made
 
     @functools.cached_property
     def _key(self) -> str:

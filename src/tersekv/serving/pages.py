@@ -27,7 +27,7 @@ from tersekv.serving.by_page import attend_by_page, nothing
 from tersekv.serving.dense import AttentionKind, DenseAttention, Lengths, attend_dense
 from tersekv.serving.slots import Slots
 from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
-from tersekv.transforms.rope import Angles, Rope
+from tersekv.transforms.rope import KEPT_ELEMENTS, Angles, Rope
 
 PART_ELEMENTS = 1 << 20
 """Elements of one side encoded or decoded at a time, which bounds the memory of float32 copies."""
@@ -132,7 +132,7 @@ class PagePool:
                 rows = self.sinks.sides[side]
                 rows[row] = pages[:, page, :SINKS].transpose(0, 1).to(rows.dtype)
             for part, in_blocks in self._parts(tokens.shape[2]):
-                angles = self._angles(side, full.positions[part], shared, ("full", part.start))
+                angles = self._angles(side, full.positions, part, shared, "full")
                 coded = coding.encode(codec, Tokens(tokens[:, :, part], angles))
                 blocks = full.blocks[in_blocks]
                 for name, plane in planes.items():
@@ -144,13 +144,15 @@ class PagePool:
         for first in range(0, tokens // BLOCK_TOKENS, blocks):
             yield slice(first * BLOCK_TOKENS, (first + blocks) * BLOCK_TOKENS), slice(first, first + blocks)
 
-    def _angles(self, side: int, positions: Tensor, shared: dict[Any, Any], key: Any) -> Angles | None:
-        """Return the RoPE angles of tokens, for keys whose codec needs them. Layers share them."""
+    def _angles(self, side: int, positions: Tensor, part: slice, shared: dict[Any, Any], name: str) -> Angles | None:
+        """Return the RoPE angles of a part of tokens, for keys whose codec needs them. Layers share them."""
         if side or self.rope is None:
             return None
-        key = id(self.rope), key, len(positions)  # layers with other heads have other parts
+        own = positions[part]
+        key = id(self.rope), name, part.start, len(own)  # layers with other heads have other parts
         if key not in shared:
-            shared[key] = self.rope.angles_at(positions)._replace(kept={})
+            few = 2 * len(positions) * self.slots.head_dim <= KEPT_ELEMENTS
+            shared[key] = self.rope.angles_at(own)._replace(kept={} if few else None)
         return cast(Angles, shared[key])
 
     # ---------------------------------------------------------------- read
@@ -326,7 +328,7 @@ class PagePool:
             out = torch.empty((len(positions), self.kv_heads, D), dtype=dtype, device=blocks.device)
             known = {} if shared is None else shared
             for part, in_blocks in self._parts(len(positions)):
-                angles = self._angles(side, positions[part], known, ("read", part.start))
+                angles = self._angles(side, positions, part, known, "read")
                 view = _gathered(codec, planes, blocks[in_blocks], D, angles)
                 out[part] = view.floats(dtype)[0].transpose(0, 1)
             if sinks is not None and len(sinks):

@@ -272,7 +272,7 @@ class Angles(NamedTuple):
     places: int32 [1 or B, 1 or H, T or 1], each token's position, or its row in a table of one
         digit. For consecutive tokens only the first one's.
     tokens: T.
-    kept: cosines and sines of each channel by the number of channels, for angles that several layers read; or None.
+    kept: what `by_channel` has returned, by D, of angles that several layers read; or None.
     """
 
     rope: Rope
