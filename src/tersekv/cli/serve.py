@@ -138,7 +138,8 @@ def serve(
     for (name, instead), value in zip(NOT_OF_VLLM.items(), (max_new_tokens, threads, prefill_chunk), strict=True):
         if value is not None:
             raise UserError(
-                f"{name} is for the server in this process, not for vLLM: add --engine here, or leave it out and {instead}"
+                f"{name} is for the server in this process, not for vLLM: add --engine here, or leave it out and "
+                f"{instead}"
             )
     with output.step("loading torch and transformers"):
         from tersekv.models import loading
