@@ -19,6 +19,7 @@ Example: keys, t = 32, D = 64, 4 bits. 2 lane groups × 8 words × 16 lanes × 4
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -99,15 +100,7 @@ class Grid:
 
     def layout(self) -> Layout:
         """Return the packed tensors. A scale for the whole sequence is not one of them."""
-        extent = (self.head_dim, self.block_tokens) if self.side == "keys" else (self.block_tokens, self.head_dim)
-        planes = {"codes": PlaneSpec(packed_shape(self.bits, *extent), torch.int32, "codes")}
-        if self.axis == "token" or self.group:
-            names = ("scale", "offset") if self.affine else ("scale",)
-            planes |= {n: PlaneSpec(self.scale_shape(), self.scale_dtype, "scales and norms") for n in names}
-        if self.tile:
-            factors = self.tile if self.axis == "channel" else self.head_dim
-            planes["factor"] = PlaneSpec((factors,), self.scale_dtype, "scales and norms")
-        return Layout(self.block_tokens, planes)
+        return _layout(self)
 
     def groups(self, x: Tensor) -> Tensor:
         """Group x [B, H, T, D] with the elements that share a scale on the last axis.
@@ -135,6 +128,20 @@ class Grid:
         """
         codes = backends.encode_grid(x, self.place, scale, offset, table)
         return _planes(codes, None, None) if whole else _planes(codes, scale, offset)
+
+
+@functools.lru_cache(maxsize=256)  # asked for each layer and call
+def _layout(grid: Grid) -> Layout:
+    head_dim, tokens = grid.head_dim, grid.block_tokens
+    extent = (head_dim, tokens) if grid.side == "keys" else (tokens, head_dim)
+    planes = {"codes": PlaneSpec(packed_shape(grid.bits, *extent), torch.int32, "codes")}
+    if grid.axis == "token" or grid.group:
+        names = ("scale", "offset") if grid.affine else ("scale",)
+        planes |= {n: PlaneSpec(grid.scale_shape(), grid.scale_dtype, "scales and norms") for n in names}
+    if grid.tile:
+        factors = grid.tile if grid.axis == "channel" else head_dim
+        planes["factor"] = PlaneSpec((factors,), grid.scale_dtype, "scales and norms")
+    return Layout(tokens, planes)
 
 
 def _planes(codes: Tensor, scale: Tensor | None, offset: Tensor | None) -> PackedTensors:
