@@ -52,8 +52,7 @@ class Ropes:
 
     def __init__(self, config: Any, head_dim: int) -> None:
         self.config, self.head_dim = config, head_dim
-        self._known: dict[str | None, Rope] = {}
-        self._rotates_in: dict[int, bool] = {}
+        self._known: dict[int, Rope] = {}  # by layer
 
     def of(self, layer: int) -> Rope:
         """Return the RoPE of one layer. It is `NO_ROPE` if only other layers have RoPE.
@@ -63,19 +62,15 @@ class Ropes:
         """
         if getattr(self.config, "kv_lora_rank", None):
             raise UserError(f"{self._why()} latents have no RoPE")
-        try:
-            if layer not in self._rotates_in:
-                self._rotates_in[layer] = self._rotates(layer)
-            if not self._rotates_in[layer]:
-                return NO_ROPE
-            kind = self._kind(layer)
-            if kind not in self._known:
-                self._known[kind] = self._once(_built, kind, lambda: self._make(kind))
-        except UserError:
-            raise
-        except Exception as error:  # the model's own code may raise any error
-            raise UserError(f"{self._why()} its RoPE raises {type(error).__name__} ({error})") from error
-        return self._known[kind]
+        if layer not in self._known:
+            try:
+                kind, rotates = self._kind(layer), self._rotates(layer)
+                self._known[layer] = self._once(_built, kind, lambda: self._make(kind)) if rotates else NO_ROPE
+            except UserError:
+                raise
+            except Exception as error:  # the model's own code may raise any error
+                raise UserError(f"{self._why()} its RoPE raises {type(error).__name__} ({error})") from error
+        return self._known[layer]
 
     def known(self, layer: int) -> Rope | None:
         """Return the RoPE of a layer; `NO_ROPE` if the model has none, None if it cannot be removed
@@ -87,7 +82,7 @@ class Ropes:
 
     def forget(self) -> None:
         """Free what is kept between the layers of one pass, see `Rope.forget`."""
-        for rope in self._known.values():
+        for rope in {*self._known.values()}:
             rope.forget()
 
     def vary(self, layers: Iterable[int]) -> bool:
