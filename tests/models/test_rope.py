@@ -13,6 +13,7 @@ from tersekv.cache import coding
 from tersekv.cache.rotary import Rotary
 from tersekv.calibration.capture import capture
 from tersekv.errors import UserError
+from tersekv.models import rope as rope_file
 from tersekv.models.rope import Ropes
 from tersekv.transforms.rope import Rope, standard_rope
 
@@ -284,3 +285,18 @@ def test_a_config_is_looked_at_once(monkeypatch):
         ropes = Ropes(tf.LlamaConfig(**shape, **HEAD), 32)
         assert ropes.of(0) is ropes.of(1)
         assert len(made) == expected
+
+
+def test_layers_of_a_type_share_their_rope_whatever_was_built_before(monkeypatch):
+    """Also if RoPE of as many other models is kept as is allowed."""
+    theta = {"rope_type": "default", "rope_theta": 54_321.0}
+    types = ["sliding_attention", "full_attention"]
+    parameters = {"sliding_attention": theta, "full_attention": theta}
+    config = tf.Gemma3TextConfig(
+        **SHAPE | {"num_hidden_layers": 4, "rope_parameters": parameters}, layer_types=2 * types
+    )
+    for others in range(rope_file.MOST_BUILT + 1):
+        monkeypatch.setattr(rope_file, "_built", dict.fromkeys([(str(n), None) for n in range(others)]))
+        a, b, c, d = map(Ropes(config, config.head_dim).of, range(4))
+        assert a is c is not b
+        assert b is d

@@ -178,11 +178,10 @@ class Ropes:
     def _once(self, built: dict[tuple[str, str | None], T], kind: str | None, make: Callable[[], T]) -> T:
         """Return what `make` returns for layers of a kind, which is made once per config."""
         key = self._key, kind
-        if (made := built.get(key)) is None:
-            made = make()
-            if len(built) >= MOST_BUILT:
-                built.clear()
-            built[key] = made
+        made = built.pop(key) if key in built else make()
+        built[key] = made  # the last one, so that the one used longest ago comes first
+        if len(built) > MOST_BUILT:
+            del built[next(iter(built))]
         return made
 
     @functools.cached_property
