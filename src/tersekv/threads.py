@@ -34,6 +34,10 @@ def one_thread(elements: int) -> Iterator[None]:
         return
     _outer.threads = before
     torch.set_num_threads(1)
+    if threading.active_count() > 1:  # new threads take the latest number that any thread has set
+        setting = threading.Thread(target=torch.set_num_threads, args=(before,))
+        setting.start()
+        setting.join()
     try:
         yield
     finally:

@@ -131,6 +131,8 @@ def test_copies_rows_and_files(recipe):
     assert again.footprint().parts == store.footprint().parts
     for one in (again, copy.deepcopy(store)):
         assert torch.equal(attended(one)[0], expected)
+    one.to("meta")  # counts are read on the host, and index tensors there, wherever the tokens are
+    assert {count.device.type for tier in one.tiers for count in tier.slots.counts} == {"cpu"}
     store.select(torch.tensor([1, 0, 1]))
     query = torch.randn(2, 6, 1, 64, generator=torch.Generator().manual_seed(1))[[1, 0, 1]]
     torch.testing.assert_close(attend_store(store, AttentionCall(query, None, 0.1)), expected[[1, 0, 1]])

@@ -99,6 +99,7 @@ def test_refusals(tiny: str, built: Path, tmp_path: Path, capfd: pytest.CaptureF
     assert "cannot read" in refuse(capfd, "prompt-cache", "info", str(tmp_path / "none"))
     assert "there is no folder" in refuse(capfd, *BUILD, "-m", tiny, "-o", str(tmp_path / "none" / "file"))
     assert "is a folder: give a file in it" in refuse(capfd, *BUILD, "-m", tiny, "-o", str(tmp_path))
+    assert "is a device or a pipe" in refuse(capfd, *BUILD, "-m", tiny, "-o", "/dev/null")
     forged.rewrite(built, tmp_path / "forged", batch="1")
     for command in ("info", "verify"):
         assert "batch is '1', and must be" in refuse(capfd, "prompt-cache", command, str(tmp_path / "forged"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -136,6 +137,9 @@ def test_the_engine_is_chosen(monkeypatch, capsys):
     monkeypatch.setattr(serve, "calibration_file", lambda *given, **more: None)
     assert cli.run(["serve", "a/b", "-r", "kivi:bits=4"]) == 0
     assert started.pop() == "vllm"
+    monkeypatch.setattr(serve.os, "execve", lambda path, *given: started.append(path))
+    assert cli.run(["serve", "a/b", "-r", "kivi:bits=4", "--python", "sh"]) == 0
+    assert started.pop() == shutil.which("sh")  # a name is looked up, which execve does not do
     assert cli.run(["serve", "a/b", "-r", "kivi:bits=4", "--engine", "here"]) == 0
     assert len(started) == 2
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import pickle
 import threading
 import warnings
 import weakref
@@ -153,6 +154,12 @@ def test_a_copy_is_made_without_packed_attention(llama, part):
             assert recipe_in_use(copied) == "qjl"
             assert recipe_in_use(llama) is None
     assert not {"__deepcopy__", "_prepare_cache_for_generation"} & copied.__dict__.keys()
+
+
+def test_a_pickle_is_refused_until_the_context_ends(llama):
+    with tersekv.compress(llama, "kivi"), pytest.raises(UserError, match="cannot be pickled or sent"):
+        pickle.dumps(llama)
+    assert torch.equal(pickle.loads(pickle.dumps(llama)).lm_head.weight, llama.lm_head.weight)
 
 
 def test_a_shallow_copy_works_after_the_context(llama):

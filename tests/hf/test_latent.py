@@ -20,11 +20,13 @@ from torch._dynamo.utils import counters
 import tersekv
 from conftest import LOSSLESS, SHAPE, prompt
 from tersekv.errors import UserError
+from tersekv.hf import latent
 from tersekv.hf.latent import UpProjection
 from tersekv.kernels import backends
 from tersekv.models.config import cache_shape
 from tersekv.sizes.estimate import predict
 
+CPU = torch.device("cpu")
 SIZES = SHAPE | {
     "num_key_value_heads": 4, "kv_lora_rank": 48, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 24,
     "v_head_dim": 20, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
@@ -206,7 +208,7 @@ def test_a_quantised_projection_is_dequantised():
     """A module of another class is asked for the image of each unit vector, again when its weights have changed."""
     model = built("youtu")
     attention = model.model.layers[0].self_attn
-    plain = UpProjection.of(attention)
+    plain = UpProjection.of(attention, CPU)
     kept = plain.keys.clone()
 
     class Quantised(torch.nn.Linear):
@@ -215,15 +217,41 @@ def test_a_quantised_projection_is_dequantised():
     linear, attention.kv_b_proj = attention.kv_b_proj, Quantised(1, 1, bias=False)
     attention.kv_b_proj.in_features, attention.kv_b_proj.weight = linear.in_features, linear.weight
     try:
-        for got, expected in zip(UpProjection.of(attention), plain, strict=True):
+        for got, expected in zip(UpProjection.of(attention, CPU), plain, strict=True):
             torch.testing.assert_close(got, expected)
+        linear.weight.requires_grad_(True)
+        assert UpProjection.of(attention, CPU).keys.requires_grad  # of adapters, for example
         with torch.no_grad():
+            UpProjection.of(attention, CPU)
             linear.weight.mul_(2)  # as a step of training does
-        torch.testing.assert_close(UpProjection.of(attention).keys, 2 * kept)
+            torch.testing.assert_close(UpProjection.of(attention, CPU).keys, 2 * kept)
+        latent.uninstall()
+        assert not latent._weights
     finally:
         attention.kv_b_proj = linear
+        linear.weight.requires_grad_(False)
         with torch.no_grad():
             linear.weight.div_(2)
+
+
+def test_weights_that_are_elsewhere_until_a_module_is_called(models):
+    """As accelerate offloads them: they are on the meta device between calls."""
+    model, ids = models["deepseek_v3"], prompt(40)
+    with tersekv.compress(model, "kivi:bits=4"), torch.no_grad():
+        expected = model.generate(ids, max_new_tokens=3, do_sample=False)
+        hooks = []
+        for layer in model.model.layers:
+            linear = layer.self_attn.kv_b_proj
+            kept, gone = linear.weight, torch.nn.Parameter(linear.weight.to("meta"))
+            linear.weight = gone
+            hooks.append((linear, kept, linear.register_forward_pre_hook(lambda m, _, w=kept: setattr(m, "weight", w))))
+            hooks.append((linear, kept, linear.register_forward_hook(lambda m, *_, w=gone: setattr(m, "weight", w))))
+        try:
+            assert torch.equal(model.generate(ids, max_new_tokens=3, do_sample=False), expected)
+        finally:
+            for linear, kept, hook in hooks:
+                hook.remove()
+                linear.weight = kept
 
 
 def test_what_cannot_work_is_refused(models):

@@ -200,6 +200,13 @@ def test_refusals(llama, models, tmp_path):
         llama(prompt(300, 2), past_key_values=batch)
     with pytest.raises(UserError, match="a storage file holds one sequence, and the cache has 2"):
         batch.save(path, storage=2)
+    padded = CompressedCache(llama, "kivi:bits=4")
+    mask = torch.ones(1, 300, dtype=torch.long)
+    mask[0, :9] = 0
+    with torch.no_grad(), tersekv.compress(llama, padded):
+        llama(prompt(300), attention_mask=mask, past_key_values=padded)
+    with pytest.raises(UserError, match="the prompt was padded"):
+        padded.save(path, storage=2)
     evicting = CompressedCache(llama, "h2o:budget=64,recent=16+kivi:bits=4")
     with torch.no_grad(), tersekv.compress(llama, evicting):
         llama(prompt(300), past_key_values=evicting)

@@ -451,6 +451,24 @@ def test_sliding_layers_evict(models):
     assert sliding.footprint().total_bytes < full.footprint().total_bytes / 2
 
 
+@pytest.mark.parametrize("again", ["reset", "generate"])
+def test_sliding_layers_evict_after_assisted_decoding(models, again):
+    """Only while draft tokens may be removed do they keep all tokens."""
+    model, recipe, options = models["gemma3"], "kivi:bits=4", {"max_new_tokens": 4, "do_sample": False}
+    cache = tersekv.CompressedCache(model.config, recipe)
+    with tersekv.compress(model, recipe), torch.no_grad():
+        model.generate(prompt(300), past_key_values=cache, prompt_lookup_num_tokens=5, **options)
+        assert cache.layers[0].store.placement.record_past
+        if again == "reset":
+            cache.reset()
+            model(prompt(600), past_key_values=cache)
+        else:
+            ids = torch.cat([prompt(300), prompt(400, seed=1)], dim=1)
+            cache.keep_common(ids)
+            model.generate(ids, past_key_values=cache, **options)
+    assert cache.layers[0].store.num_evicted > 300
+
+
 def test_gradients_do_not_reach_the_store(llama):
     with tersekv.compress(llama, "kivi"):
         cache = tersekv.CompressedCache(llama.config, "kivi")
@@ -475,6 +493,11 @@ def test_errors_name_layer_and_remedy(llama):
         llama(prompt(30), past_key_values=cache)
         with pytest.raises(CacheError, match="use a new cache for another batch"):
             llama(prompt(1, batch=2), past_key_values=cache)
+        more = copy.deepcopy(cache)
+        more.batch_repeat_interleave(2)  # as the message says
+        llama(prompt(1, batch=2), past_key_values=more)
+        llama(prompt(1, seed=1), past_key_values=cache)
+        assert cache.keep_common(torch.cat([prompt(30), prompt(1, seed=1)], dim=1)) == 30
         with pytest.raises(UserError, match="minus the number"):
             cache.crop(3)
         with pytest.raises(CacheError, match="only 30 were seen"):

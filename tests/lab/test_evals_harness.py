@@ -10,20 +10,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tersekv import UserError
 from tersekv.calibration.text import pydoc_text
 from tersekv.lab.evals import records as recording
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.harness import Harness
+from tersekv.lab.evals.haystack import read_text
 from tersekv.lab.evals.products import expand
 from tersekv.lab.evals.records import FILE, Records
 from tersekv.lab.evals.tasks import Estimate, Task
 from tersekv.lab.evals.tasks.divergence import Divergence
+from tersekv.lab.evals.tasks.needle import Needle
 from tersekv.lab.evals.tasks.perplexity import Perplexity
+from tersekv.lab.plots.groups import grouped
 from tersekv.models.loading import load
 
 RECIPES = ["kivi:bits=2", "turboquant:bits=3"]
+SHORT: dict[str, Any] = {"lengths": "512", "depths": "50"}
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +115,7 @@ def test_run_writes_a_record_per_task_sample_and_recipe(
     assert [(at.done, at.total) for at in seen] == [(i, 9) for i in range(9)]
     record = made[1]
     assert list(record) == [
-        *("task", "options", "model", "seed", "versions", "sample", "recipe", "metrics", "tokens"),
+        *("task", "options", "model", "weights", "seed", "versions", "sample", "recipe", "metrics", "tokens"),
         *("bits_per_element", "bytes", "bytes_by_part", "details", "seconds"),
     ]
     text = (tmp_path / "deep" / "out" / FILE).read_text()
@@ -159,6 +164,23 @@ def test_one_file_holds_other_options_recipes_and_models(
         assert [r["recipe"] for r in lines(tmp_path)[24:]] == ["kivi:bits=4"] * 4
         Harness(*load(tiny), "another", []).run(one, records)
     assert {r["model"] for r in lines(tmp_path)[28:]} == {"another"}
+
+
+def test_another_text_or_other_weights_are_read_again(tiny: str, tmp_path: Path) -> None:
+    """Also under the names of the text and the model that were read before."""
+    model, tokenizer = load(tiny)
+    file, seen = tmp_path / "text.txt", []
+    for said, change in (("One two. ", 0), ("One two. ", 0), ("Two one. ", 0), ("Two one. ", 1)):
+        file.write_text(said * 300)
+        read_text.cache_clear()  # as in another process
+        with torch.no_grad():
+            model.get_output_embeddings().weight.add_(change)
+        with Records(tmp_path) as records:
+            Harness(model, tokenizer, "tiny", ["kivi:bits=2"]).run({"needle": Needle(text=str(file), **SHORT)}, records)
+        seen.append(len(lines(tmp_path)))
+    assert seen == [2, 2, 4, 6]
+    (before, after) = grouped(lines(tmp_path))
+    assert [s.samples for s in before.summaries + after.summaries] == [1] * 4
 
 
 def test_wrong_recipes_are_refused_before_anything_runs(tiny: str) -> None:
@@ -221,6 +243,15 @@ def test_file_is_locked_and_checked(harness: Harness, text: str, tmp_path: Path)
         recording.key_of(r) for _, r in runs.expanded(whole.splitlines())
     ]
     assert (tmp_path / FILE).read_text() == whole + '{"half": '
+    (tmp_path / FILE).write_text(whole.rstrip("\n"))
+    with Records(tmp_path):
+        pass
+    assert (tmp_path / FILE).read_text() == whole  # nothing is lost of a whole last record
+    for foreign in ('{"a": 1}', "notes", '{\n "a": 1\n}', "1\n2"):
+        (tmp_path / FILE).write_text(foreign)
+        with pytest.raises(UserError, match="is not a record"), Records(tmp_path):
+            pass
+        assert (tmp_path / FILE).read_text() == foreign
     (tmp_path / FILE).write_text("\nno record\n" + whole)
     with pytest.raises(UserError, match="line 2 of"), Records(tmp_path):
         pass

@@ -157,7 +157,7 @@ def test_clusters_name_a_missing_package(keys: ModelKeys, monkeypatch: pytest.Mo
 
 def test_front_takes_the_better_of_equal_bits() -> None:
     points = [
-        pareto.Point(n, b, m, math.nan) for n, b, m in (("a", 2, 5.0), ("b", 2, 4.0), ("c", 3, 4.0), ("d", 4, 1.0))
+        pareto.Point(n, b, m, math.nan, n) for n, b, m in (("a", 2, 5.0), ("b", 2, 4.0), ("c", 3, 4.0), ("d", 4, 1.0))
     ]
     assert [p.recipe for p in pareto.front(points, lower=True)] == ["b", "d"]
     assert [p.recipe for p in pareto.front(points, lower=False)] == ["a"]
@@ -280,6 +280,13 @@ def test_partial_runs_compare_on_common_samples(tmp_path: Path) -> None:
     assert "1 of 3" in page(groups.read_records([folder]), "r", "report.html")
     lost = [r for r in records if not (r["recipe"] == "full" and r["sample"] == "0")]
     assert [s.samples for s in groups.grouped(lost)[0].summaries] == [2] * 9
+    again = [r | {"calibration": "b", "metrics": {"nll": 9.0}} for r in records if r["recipe"] == "kivi:bits=2"][:2]
+    (both,) = groups.grouped([*records, *again])  # another calibration's scores are not pooled
+    assert [r["metrics"]["nll"] for r in both.records["kivi:bits=2"]] == [9.0] * 2
+    assert sum("(n = 2)" in point.name for point in pareto.points_of(both, "nll")) == 1
+    other = [r | {"content": "new", "metrics": {"nll": 1.0}} for r in records if r["recipe"] == "full"]
+    old = [r | {"content": "old"} for r in records]
+    assert list(groups.grouped([*old, *other])[0].records) == ["full"]  # nor those of another text
     with pytest.raises(UserError, match="lack the full cache"):
         groups.grouped([r for r in records if r["recipe"] != "full"])
 

@@ -34,6 +34,7 @@ def test_first_tokens_repeats_short_texts() -> None:
     assert haystack.first_tokens(READER, "One two three.", 3) == "One two three"
     assert haystack.first_tokens(READER, "One two.", 7) == "One two.\n\nOne two"
     assert haystack.first_tokens(READER, "One", 0) == ""
+    assert haystack.first_tokens(READER, f"{'x' * 100} One two.", 2) == f"{'x' * 100} One"
 
 
 @pytest.mark.parametrize(
@@ -111,6 +112,9 @@ def test_words_of_a_folder(tmp_path: Path) -> None:
         (tmp_path / name).write_text(words)
     word_lists.cache_clear()
     assert word_lists(str(tmp_path)).every == ["big", "dog", "red", "run"]
+    assert sorted(word_lists(str(tmp_path)).keys(Random(0), 2)) == ["big-dog", "red-dog"]
+    with pytest.raises(UserError, match="3 different keys are needed, and 2 adjectives and 1 nouns make 2"):
+        word_lists(str(tmp_path)).keys(Random(0), 3)
     (tmp_path / FILES[0]).write_text("\n")
     word_lists.cache_clear()
     with pytest.raises(UserError, match="is empty"):

@@ -32,6 +32,16 @@ def test_few_elements_get_one_thread_and_kernels_keep_theirs() -> None:
         assert (torch.get_num_threads(), threads()) == (1, 2)
     with one_thread(FEW_ELEMENTS + 1):
         assert torch.get_num_threads() == 2
+    seen: list[int] = []
+    other = threading.Thread(target=lambda: (started.set(), go.wait(), new.start(), new.join()))
+    new = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
+    started, go = threading.Event(), threading.Event()
+    other.start()
+    started.wait()
+    with one_thread(1):  # threads that start meanwhile, as in a server, are not held to one
+        go.set()
+        other.join()
+    assert seen == [2]
     with pytest.raises(ZeroDivisionError), one_thread(1):
         raise ZeroDivisionError
     assert (torch.get_num_threads(), threads()) == (2, 2)

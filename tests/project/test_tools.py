@@ -46,31 +46,3 @@ def test_words_finds(tmp_path, name, text, finding):
 )
 def test_words_leaves_alone(tmp_path, name, text):
     assert words(tmp_path / name, text) == []
-
-
-def prose_only(folder: Path) -> subprocess.CompletedProcess[str]:
-    """tools/prose_only.py of the work tree against the last commit."""
-    return subprocess.run(
-        [sys.executable, ROOT / "tools" / "prose_only.py"], cwd=folder, capture_output=True, text=True
-    )
-
-
-def test_a_change_of_words_is_told_from_one_of_code(tmp_path):
-    def git(*args: str) -> None:
-        identity = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
-        subprocess.run(["git", *identity, *args], cwd=tmp_path, check=True, capture_output=True)
-
-    python, cpp = tmp_path / "a.py", tmp_path / "a.cpp"
-    python.write_text('def f():\n    """Old."""\n    return "# no comment"\n')
-    cpp.write_text('const char* x = "// no comment";  // old\n')
-    git("init", "-q")
-    git("add", ".")
-    git("commit", "-qm", "first")
-    python.write_text('def f():\n    """New words."""\n    # why\n    return "# no comment"\n')
-    cpp.write_text('// new\nconst char* x =\n    "// no comment";\n')
-    assert (prose_only(tmp_path).returncode, prose_only(tmp_path).stdout) == (0, "")
-    python.write_text('def f():\n    """New words."""\n    return "# another"\n')
-    cpp.write_text('const char* x = "// other";\n')
-    found = prose_only(tmp_path)
-    assert found.returncode == 1
-    assert found.stdout.splitlines() == ["more than words: a.cpp", "more than words: a.py"]

@@ -12,6 +12,9 @@ import urllib.request
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
 
 import tersekv
 from conftest import prompt
@@ -53,6 +56,18 @@ def test_stop_strings_are_never_shown(said, stop, shown):
     assert text.text == "".join(pieces) == shown
     assert ended == (shown != said)
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_completion_keeps_the_space_before_its_first_word():
+    """Decoders of sentencepiece's tokenizers remove it from the first token."""
+    made = Tokenizer(WordLevel({"▁is": 0, "▁Paris": 1, "x": 2}, unk_token="x"))
+    made.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, unk_token="x")
+    for before, shown in (([0], " Paris"), ([], "Paris")):
+        text = Text(tokenizer, (), lambda _: None, before)
+        text.add(1)
+        text.end()
+        assert text.text == shown
 
 
 def filled(model, ids, caches):
@@ -161,6 +176,10 @@ def test_requests_are_read():
     request = read(body, "m", True, 9)
     assert request.prompt == [{"role": "system", "content": "ab"}]
     assert request.sampling == Sampling(9, None, None, 1, ("x",))
+    for given, taken in ((2, 2.0), (0.3, 0.3), (1e-40, 0.0), (0, 0.0)):
+        temperature = read(body | {"temperature": given}, "m", True, 9).sampling.temperature
+        assert temperature == taken
+        assert type(temperature) is float  # transformers refuses a whole number
     assert read({"prompt": ["text"]}, "m", False, 9).prompt == "text"
     assert torch.equal(read({"prompt": [1, 2]}, "m", False, 9).prompt, torch.tensor([[1, 2]]))
     for wrong in (None, "", [], ["a", "b"], [1, "a"], [True], [2**80], {}):

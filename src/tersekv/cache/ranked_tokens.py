@@ -64,6 +64,7 @@ class HeadRates:
     def __init__(self, heads: int, rates: Tensor | None, rest: float, budget: float) -> None:
         self.lower, self.tiers, self.shares = [rest], torch.tensor([[0, 1]] * heads), [budget] * heads
         if rates is not None:
+            rates = rates.cpu()
             bits = rates[:, :2].unique().flip(0)
             self.lower, self.shares = bits[1:].tolist(), rates[:, 2].tolist()
             self.tiers = (rates[:, :2, None] == bits).int().argmax(-1)

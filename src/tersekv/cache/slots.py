@@ -37,7 +37,7 @@ class Slots(Stateful):
     unit: slots of a block if each head has its own number of blocks, else 0.
     held: positions int32 and fields by name. [B, H, n]; with a unit [N], page after page and within a page
         one head after the other, so that no head has empty blocks.
-    counts: with a unit, the number of blocks of each head in each page, int64 [B, H], on any device.
+    counts: with a unit, the number of blocks of each head in each page, int64 [B, H], on the CPU.
 
     With a unit, all that is given and returned as [B, H, n] has as many slots of a page in every head as the head with
     the most blocks in it; the others have empty ones at the end.
@@ -180,7 +180,7 @@ class Slots(Stateful):
     def _hold(self, state: State, place: str) -> None:
         if self.held:
             self.held = own({POSITIONS: state[POSITIONS], **state["fields"]})
-        self.counts = own(state.get("counts", []))
+        self.counts = own([count.cpu() for count in state.get("counts", [])])
 
     def select(self, rows: Tensor) -> None:
         """Keep these batch rows (int64, repeats allowed)."""
@@ -190,13 +190,14 @@ class Slots(Stateful):
             return
         index, there = self.index(unit=self.unit)
         self.held = {name: x[index[rows][there[rows]]] for name, x in self.held.items()}
-        counts = torch.stack([*self.counts]).sum(0)[rows] if self.counts else torch.zeros(0)
+        counts = torch.stack([*self.counts]).sum(0)[rows.cpu()] if self.counts else torch.zeros(0)
         self.counts = [counts] if bool(counts.any()) else []  # a page holds a block or more
 
     def to(self, device: torch.device | str) -> None:
-        """Move everything to a device."""
+        """Move everything to a device, except `counts`."""
+        counts = self.counts
         super().to(device)
-        self.device = torch.device(device)
+        self.counts, self.device = counts, torch.device(device)
 
     def count(self, footprint: Footprint) -> None:
         """Add the bytes held to `footprint`."""

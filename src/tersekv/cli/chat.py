@@ -13,7 +13,16 @@ import typer
 
 from tersekv.cli import output
 from tersekv.cli.files import check_out
-from tersekv.cli.generate import Dtype, PrefillChunk, checked_dtype, chunk_of, load, read_text, use_threads
+from tersekv.cli.generate import (
+    Dtype,
+    PrefillChunk,
+    check_temperature,
+    checked_dtype,
+    chunk_of,
+    load,
+    read_text,
+    use_threads,
+)
 from tersekv.errors import CacheError, UserError
 
 if TYPE_CHECKING:
@@ -39,7 +48,7 @@ def chat(
     ] = None,
     system: Annotated[str | None, typer.Option("--system", help="Instruction for the whole chat.")] = None,
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens in an answer.")] = 512,
-    temperature: Annotated[float, typer.Option(min=0.0, max=1000.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="Sampling temperature; 0 is greedy.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Seed of sampling.")] = 0,
     dtype: Dtype = "auto",
     prefill_chunk: PrefillChunk = None,
@@ -50,6 +59,7 @@ def chat(
 
     The prompt line shows the size of the cache. /help lists the commands. Questions can be piped in, too.
     """
+    check_temperature(temperature)
     checked_dtype(dtype)
     chunk = chunk_of(prefill_chunk)
     if cache is not None and (recipe or system):

@@ -44,7 +44,7 @@ def estimate(
     ] = None,
     memory: Annotated[str | None, typer.Option("--memory", help=MEMORY_HELP)] = None,
     batch: Annotated[
-        int | None, typer.Option("--batch", "-b", min=1, help="Number of sequences.", show_default="1")
+        int | None, typer.Option("--batch", "-b", min=1, max=1 << 20, help="Number of sequences.", show_default="1")
     ] = None,
     prefill_chunk: PrefillChunk = None,
     tables: Annotated[str | None, typer.Option("--tables", help=TABLES_HELP)] = None,

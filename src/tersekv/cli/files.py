@@ -15,8 +15,8 @@ def check_out(out: Path, suffixes: Sequence[str] = (), option: str = "--out") ->
     folder is writable. option: as errors name it.
 
     Raises:
-        UserError: `out` has another suffix or is a folder, or its folder does not exist or is not
-            writable.
+        UserError: `out` has another suffix or is a folder, a device or a pipe, or its folder does not
+            exist or is not writable.
     """
     try:
         path = out.expanduser()
@@ -28,6 +28,8 @@ def check_out(out: Path, suffixes: Sequence[str] = (), option: str = "--out") ->
         raise UserError(f"{option} {out} {came}: give a file that ends in {allowed.replace(', ', ' or ')}")
     if path.is_dir():
         raise UserError(f"{option} {out} is a folder: give a file in it")
+    if path.exists() and not path.is_file():
+        raise UserError(f"{option} {out} is a device or a pipe, which a file would replace: give a file")
     if not path.parent.is_dir():
         raise UserError(f"{option} {out}: there is no folder {path.parent}; make it first, or give another")
     if not os.access(path.parent, os.W_OK | os.X_OK):

@@ -37,6 +37,12 @@ def chunk_of(given: str | None) -> int | None:
     return None if given is None else parse_tokens(given, "--prefill-chunk")
 
 
+def check_temperature(temperature: float) -> None:
+    """Raise UserError unless a temperature is 0 or in a range in which logits stay finite."""
+    if temperature != 0 and not 0.001 <= temperature <= 1000:
+        raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
+
+
 def checked_dtype(dtype: str) -> str:
     """Return the type of the weights, if it is one of `DTYPES`."""
     if dtype not in DTYPES:
@@ -65,8 +71,7 @@ def generate(
     as_json: output.Json = False,
 ) -> None:
     """Answer a prompt with a packed cache. The prompt is --prompt, --file, or standard input."""
-    if 0 < temperature < 0.001 or temperature > 1000:
-        raise UserError(f"--temperature {temperature} is out of range: 0 is greedy, else 0.001 to 1000")
+    check_temperature(temperature)
     checked_dtype(dtype)
     chunk = chunk_of(prefill_chunk)
     text = read_text(prompt, file, question)

@@ -8,6 +8,7 @@ import json
 import os
 import reprlib
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -146,7 +147,7 @@ def serve(
         from tersekv.serving.vllm.options import checked
 
         chosen = servable(checked(recipe))
-    interpreter = str(python or sys.executable)
+    interpreter = shutil.which(str(python or sys.executable)) or str(python)
     with output.step("looking for vLLM"):
         device = device_of(interpreter, found_in(interpreter))
     where = loading.resolve(model) if dry_run else loading.prepare(model, output.report)

@@ -62,8 +62,7 @@ def _listen(address: tuple[str, int]) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(place)
-    except OSError as error:
-        raise UserError(
-            f"cannot listen at {host}:{port}: {error.strerror or error}; give another --host or --port"
-        ) from error
+    except (OSError, UnicodeError) as error:  # a name that is no host name
+        why = getattr(error, "strerror", None) or error
+        raise UserError(f"cannot listen at {host}:{port}: {why}; give another --host or --port") from error
     return listening

@@ -43,7 +43,7 @@ def attention_forward(
     if (indices := kwargs.pop("indices", None)) is not None:
         attention_mask = _of_indices(attention_mask, indices)
     are_handles = isinstance(key, (NewTokens, PendingTokens))
-    up = UpProjection.of(module) if are_handles and hasattr(type(module), EXPAND) else None
+    up = UpProjection.of(module, query.device) if are_handles and hasattr(type(module), EXPAND) else None
     if isinstance(key, NewTokens):
         query = query if up is None else up.query(query)
         out = _traced(query, key, value, attention_mask, dropout, scaling, kwargs)

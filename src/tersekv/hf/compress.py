@@ -26,6 +26,7 @@ from tersekv.hf import latent, second_reading
 from tersekv.hf.attention import EXPLICIT, attention_forward, attention_mask_for
 from tersekv.hf.base import ATTENTION_NAME
 from tersekv.hf.cache import CompressedCache
+from tersekv.hf.layer import compressed_layers
 from tersekv.hf.token_ids import ids_of_call, without_padding
 from tersekv.hf.traced import is_traced
 from tersekv.models.config import inner_model, text_config
@@ -145,6 +146,19 @@ def remove_all(model: PreTrainedModel) -> None:
             _uninstall(model)
 
 
+class _Owner(weakref.ref):
+    """A model whose hooks and functions refer to it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Owner:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UserError(
+            "a model cannot be pickled or sent to another process while tersekv.compress is installed; end its `with` "
+            "block or call remove() first, or save the model with save_pretrained"
+        )
+
+
 class _Before(NamedTuple):
     """Attributes of a model that packed attention replaces, and the handles of its hooks.
 
@@ -176,10 +190,10 @@ def _install(model: PreTrainedModel) -> None:
     """Replace a model's attention, mask and cache creation by ours."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask_for)
-    config, owner = text_config(model.config), weakref.ref(model)
+    config, owner = text_config(model.config), _Owner(model)
     latent.install(model)
     hook = model.register_forward_pre_hook(partial(_before_forward, owner), with_kwargs=True)
-    hooks = [hook, *second_reading.install(model)]
+    hooks = [hook, *second_reading.install(model, owner)]
     methods = {name: model.__dict__[name] for name in (PREPARE, INPUTS) if name in model.__dict__}
     _before[model] = before = _Before(config._attn_implementation, methods, hooks)
     config._attn_implementation = ATTENTION_NAME
@@ -190,7 +204,7 @@ def _install(model: PreTrainedModel) -> None:
         replacement.__signature__ = inspect.signature(getattr(model, name))  # `generate` reads the parameters
         model.__dict__[name] = replacement
     for module in _with_config(model):
-        module.__dict__[COPY] = partial(_plain_copy, weakref.ref(module), before)
+        module.__dict__[COPY] = partial(_plain_copy, _Owner(module), before)
 
 
 def _uninstall(model: PreTrainedModel) -> None:
@@ -275,6 +289,8 @@ def _prepare(
             generation_config.cache_implementation = None  # transformers rejects "dynamic" together with a cache
         if isinstance(cache := given_cache(model_kwargs), CompressedCache):
             cache.compiles = _compiles(model, generation_config)
+            for layer in compressed_layers(cache):
+                layer.record(past=False)  # assisted decoding sets it again
     return _original(model, PREPARE)(generation_config, model_kwargs, *args, **kwargs)
 
 

@@ -33,10 +33,11 @@ class UpProjection(NamedTuple):
     values: Tensor
 
     @staticmethod
-    def of(module: Any) -> UpProjection:
-        """Return the matrices of a module with `expand_kv`."""
+    def of(module: Any, device: torch.device) -> UpProjection:
+        """Return the matrices of a module with `expand_kv` on a device."""
         linear, dims = module.kv_b_proj, [module.qk_nope_head_dim, module.v_head_dim]
-        weight = linear.weight if type(linear) is nn.Linear and linear.weight.dtype in FLOATS else _dequantised(linear)
+        plain = type(linear) is nn.Linear and linear.weight.dtype in FLOATS and not linear.weight.is_meta
+        weight = linear.weight if plain else _dequantised(linear, device)
         if hasattr(weight, "to_local"):  # tensor parallelism: the heads of this process
             weight = weight.to_local()
         return UpProjection(*weight.view(-1, sum(dims), weight.shape[-1]).split(dims, dim=1))
@@ -61,17 +62,22 @@ class UpProjection(NamedTuple):
 _weights: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[Any, ...], Tensor]] = weakref.WeakKeyDictionary()
 
 
-@torch.no_grad()
-def _dequantised(linear: Any) -> Tensor:
-    """Return the weight [out, in] of a layer that is quantised or has adapters, computed again after each change."""
+def _dequantised(linear: Any, device: torch.device) -> Tensor:
+    """Return the weight [out, in] of a layer that is quantised, has adapters, or is elsewhere until it is called.
+
+    It is computed again after each change, and in each call if it has a gradient or is kept elsewhere.
+    """
     parts = *linear.parameters(), *linear.buffers()
+    dtype = next((x.dtype for x in parts if x.dtype in FLOATS), torch.get_default_dtype())
+    one = torch.eye(linear.in_features, dtype=dtype, device=device)
+    if any(x.is_meta or (torch.is_grad_enabled() and x.requires_grad) for x in parts):
+        return linear(one).T.contiguous()
     state: tuple[Any, ...] = tuple((id(x), 0 if x.is_inference() else x._version) for x in parts)
     state += tuple(str(getattr(linear, name, "")) for name in ("active_adapters", "disable_adapters", "scaling"))
     known, weight = _weights.get(linear, ((), None))
     if weight is None or known != state:
-        dtype = next((x.dtype for x in parts if x.dtype in FLOATS), torch.get_default_dtype())
-        one = torch.eye(linear.in_features, dtype=dtype, device=parts[0].device)
-        weight = linear(one).T.contiguous()
+        with torch.no_grad():
+            weight = linear(one).T.contiguous()
         _weights[linear] = state, weight
     return weight
 
@@ -91,7 +97,8 @@ def install(model: nn.Module) -> None:
 
 
 def uninstall() -> None:
-    """Restore all classes."""
+    """Restore all classes, and free the weights that were kept."""
+    _weights.clear()
     for owner, expand in _replaced.items():
         setattr(owner, EXPAND, expand)
     _replaced.clear()

@@ -124,15 +124,24 @@ class CompressedLayer(CacheLayerMixin):
     def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
         """Return handles of new tokens [B, H, n, D]; our attention function appends them later."""
         store = self.store
-        if store is None or (held := store.shape)[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
+        if (
+            store is None
+            or (held := store.shape)[:2] != keys.shape[:2]
+            or held[3] != keys.shape[3]
+            or store.device != keys.device
+        ):
             self._prepare(keys, values)
         pending = Pending(self, keys, values)
         return PendingTokens(pending, False), PendingTokens(pending, True)
 
     def _prepare(self, keys: Tensor, values: Tensor) -> None:
+        if self.store is not None and not self.store.num_tokens and not self.cache.allotment.tokens(self.index):
+            self.reset()  # a first pass that was interrupted has left it without tokens
         self._check(keys, values)
         if self.store is None:
             self.lazy_initialization(keys, values)
+        elif self.store.device != keys.device:  # it was loaded, and the model is distributed over devices
+            self.store.to(keys.device)
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if self.store is None:
@@ -350,9 +359,13 @@ class CompressedLayer(CacheLayerMixin):
     def activate_past_recording(self) -> None:
         """Let a sliding window evict tokens only at a `crop`, so that any number of draft tokens can be removed."""
         self.cache.warn_assisted(self.index, self.plan.keys.has_rates)
-        self.record_past = True
+        self.record(past=True)
+
+    def record(self, past: bool) -> None:
+        """Let a sliding window evict tokens at a `crop` only, or not."""
+        self.record_past = past
         if self.store is not None:
-            self.store.record_past(True)
+            self.store.record_past(past)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Select the rows `beam_idx` that beam search continues."""
@@ -373,6 +386,7 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens and everything that was fitted on them, or chosen by them."""
         self.store, self.plan, self.asked = None, self.asked or self.plan, None
+        self.record_past = False
         self.cache.allotment.drop(self.index)
         self.first_tokens = 0
         self.is_initialized = False

@@ -12,8 +12,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from tersekv.cache.state import split
 from tersekv.calibration.needs import attention_plans
 from tersekv.errors import UserError
@@ -66,8 +64,8 @@ def rebuilt(
             layer.plan, layer.record_past = layer.plan._replace(**learnt, scores=scores), held["record_past"]
             layer.first_tokens = held["first_tokens"]
         elif isinstance(layer, CompressedLayer):
-            devices = [tensor.device for tensor in split(held)[1].values()]
-            device = devices[0] if devices else torch.device("cpu")
+            window = split({"recent": held["store"]["recent"]})[1]  # what is fitted may be on another device
+            device = next(iter(window.values())).device
             layer.restore(held, held["shapes"][0][0], device, f"layers.{index}")
         else:
             cache.layers[index] = held

@@ -78,6 +78,7 @@ def about_cache(
         raise UserError(f"{cache.config.model_type} has state other than keys and values; such a cache cannot be saved")
     if cache.context_parallel is not None:
         raise UserError("a cache with context_parallel cannot be saved: read the prompt in one process instead")
+    cache.progress.check()
     layers = compressed_layers(cache)
     seen = {layer.get_seq_length() for layer in layers}
     if len(seen) != 1 or seen == {0}:
@@ -112,6 +113,7 @@ def load(
     said, tensors, size = tensor_file.read(path)
     tensor_file.check_said(path, said, size)
     check_model(path, said, model)
+    device = torch.device("cpu") if model.device.type == "meta" else model.device  # meta: weights are elsewhere
     if "storage" in said:
         if ids is not None:
             check_prompt(path, tensors.get("ids"), ids, decode)
@@ -124,15 +126,15 @@ def load(
             )
         with _named(path):
             _check_ids(said, tensors.get("ids"))
-            stored.fill(cache, said, tensors, model.device)
-        return _noted(cache, said, tensors.get("ids"), path, model)
+            stored.fill(cache, said, tensors, device)
+        return _noted(cache, said, tensors.get("ids"), path)
     if recipe is not None and str(Recipe.parse(recipe)) != said["recipe"]:
         raise UserError(
             f"{path} holds a cache packed with {said['recipe']}, not with {recipe}: leave the recipe out, or build a "
             "storage file, which loads into any"
         )
     with _named(path):
-        state = joined(said["state"], {name: tensor.to(model.device) for name, tensor in tensors.items()})
+        state = joined(said["state"], {name: tensor.to(device) for name, tensor in tensors.items()})
         parsed = Recipe.parse(said["recipe"])
         cache = kind.of(model.config, parsed, attention_plans(parsed, model.config))
         layers = compressed_layers(cache)
@@ -147,16 +149,16 @@ def load(
     cache.bind_model(model)
     with _named(path):
         for i, (layer, its_state) in enumerate(zip(layers, state["layers"], strict=True)):
-            layer.restore(its_state, said["batch"], model.device, f"layers.{i}")
+            layer.restore(its_state, said["batch"], device, f"layers.{i}")
         _check_layers([layer.store for layer in layers if layer.store is not None], said["cache"]["tokens"])
-    return _noted(cache, said, state["ids"], path, model)
+    return _noted(cache, said, state["ids"], path)
 
 
-def _noted(cache: C, said: dict[str, Any], ids: Tensor | None, path: Path, model: PreTrainedModel) -> C:
+def _noted(cache: C, said: dict[str, Any], ids: Tensor | None, path: Path) -> C:
     """Return the cache with the ids of its tokens and the loss of their storage file, if they are known."""
     cache.stored_kl = said.get("kl")
     if ids is not None and said["batch"] == 1:  # rows of a batch may begin with padding, which ids do not show
-        cache.token_ids.note(0, ids.to(model.device))
+        cache.token_ids.note(0, ids)
     log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), cache.recipe, path)
     return cache
 

@@ -64,6 +64,11 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
     own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     if any(layer.store is not None and layer.store.by_head for layer in own):
         raise UserError(f"{cache.recipe} evicts tokens, and a storage file holds them all: read the prompt without it")
+    stores = [layer.store for layer in own if layer.store is not None]
+    if any(of.padding is not None and int(of.padding.max()) > 0 for s in stores for of in (s, s.rotary) if of):
+        raise UserError(
+            "the prompt was padded, and a storage file holds no padding: read it without, or leave storage out"
+        )
     kind, layers, bases, digest, bits = _chosen(cache, about, rate)
     analyses = {where: bases[where].analysis() for where in layers.sides()}
     step = _step(layers, bases, analyses, bits)

@@ -38,10 +38,13 @@ class TokenIds:
         known = self.known
         if known > start:
             self.crop(start)
-        if ids is not None and known >= start:
-            self._runs.append(ids)
-            if len(self._runs) > MANY:
-                self.joined()
+        if ids is None or known < start:
+            return
+        if self._runs and len(ids) != len(self._runs[0]):
+            return  # the layers refuse another batch
+        self._runs = [*(run.to(ids.device) for run in self._runs), ids]
+        if len(self._runs) > MANY:
+            self.joined()
 
     def joined(self) -> Tensor | None:
         """Return the known ids, or None if there are none."""
@@ -53,7 +56,7 @@ class TokenIds:
         """Keep the ids of the first `tokens` tokens."""
         if self.known > tokens:
             held = self.joined()
-            self._runs = [] if held is None or not tokens else [held[:, :tokens]]
+            self._runs = [held[:, :tokens]] if held is not None and tokens else []
 
     def select(self, rows: Tensor) -> None:
         """Keep the given rows. rows: row numbers or a bool mask."""

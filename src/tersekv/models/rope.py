@@ -178,10 +178,12 @@ class Ropes:
     def _once(self, built: dict[tuple[str, str | None], T], kind: str | None, make: Callable[[], T]) -> T:
         """Return what `make` returns for layers of a kind, which is made once per config."""
         key = self._key, kind
-        made = built.pop(key) if key in built else make()
+        made = built.pop(key, None)
+        if made is None:
+            made = make()
         built[key] = made  # the last one, so that the one used longest ago comes first
         if len(built) > MOST_BUILT:
-            del built[next(iter(built))]
+            built.pop(next(iter(built)), None)
         return made
 
     @functools.cached_property

@@ -3,6 +3,7 @@ model's answer."""
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, fields
@@ -108,7 +109,8 @@ class QuestionTask(Task):
                     f"sample {case.id} has {tokens:,} tokens with its answer, but this model's context is "
                     f"{reader.context_tokens:,}: give a shorter length"
                 )
-            made.append(Sample(case.id, case))
+            content = repr((case.prompt, case.expected)).encode()
+            made.append(Sample(case.id, case, hashlib.sha256(content).hexdigest()[:16]))
         return made
 
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:

@@ -19,6 +19,7 @@ from tersekv.lab.evals.products import unique
 from tersekv.lab.evals.reader import FULL, Reader
 from tersekv.lab.evals.records import Record, Records, make
 from tersekv.lab.evals.tasks.base import Estimate, Sample, Task
+from tersekv.models.fingerprint import fingerprint
 
 
 @dataclass(frozen=True)
@@ -80,6 +81,7 @@ class Harness:
         names = unique([FULL, *recipes])
         self.readers = [Reader(model, tokenizer, name, prefill, calibration) for name in names]
         self.full = self.readers[0]
+        self._weights = fingerprint(model)[:16]
 
     def run(
         self, tasks: dict[str, Task], records: Records | None = None, progress: Callable[[Progress], None] | None = None
@@ -123,6 +125,8 @@ class Harness:
             "recipe": reader.recipe,
             "model": self.model_name,
             "seed": getattr(task, "seed", 0),
+            "weights": self._weights,
+            **({"content": sample.content} if sample.content else {}),
             **({"calibration": calibration["digest"]} if calibration else {}),
         }
 

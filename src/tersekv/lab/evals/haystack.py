@@ -65,12 +65,16 @@ def first_tokens(reader: Reader, text: str, tokens: int) -> str:
     """Return the first `tokens` tokens of `text`, which is repeated as often as necessary."""
     if tokens < 1:
         return ""
+    most = tokens * _MOST_CHARACTERS_PER_TOKEN
     while True:
-        piece = text[: tokens * _MOST_CHARACTERS_PER_TOKEN]
+        piece = text[:most]
         spans = token_spans(reader, piece)
         if len(spans) >= tokens:
             return piece[: spans[tokens - 1][1]]
-        text += "\n\n" + text
+        if len(text) > most:  # lines and tables have long tokens
+            most *= 2
+        else:
+            text += "\n\n" + text
 
 
 def insert(reader: Reader, text: str, needle: str, depth: float) -> str:

@@ -1,9 +1,9 @@
 """Records of an evaluation: one per task, sample and recipe, appended as soon as each is done. Headers
 hold what the records of a run share (`runs.py`).
 
-A record is identified by its request (`KEY`). A stopped run therefore continues where it was, and
+A record is identified by its request (`KEY` and `OF_CONTENT`). A stopped run therefore continues where it was, and
 runs with other options can share the file. A run over more windows or samples reuses the existing
-ones. An incomplete last line, which a killed run may leave, is dropped.
+ones. An incomplete last line, which a killed run may leave, is dropped, but nothing of a file of another kind.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ from tersekv.versions import package_version
 
 FILE = "records.jsonl"
 KEY = ("task", "options", "sample", "recipe", "model", "seed")
-SHARED = ("task", "options", "model", "seed", "versions")
+SHARED = ("task", "options", "model", "weights", "seed", "versions")
 """Fields of the header, besides those of the run."""
 COUNTS = ("windows", "samples")
 """Options that only set the number of samples and do not affect any one of them."""
+OF_CONTENT = ("calibration", "content", "weights")
+"""Further fields of the request, which not all records have: hashes of the recipe's calibration, of the text that a
+sample reads and of the model's weights."""
 ADDED = {"pack": "before-question"}
 """Options that older records lack, with the value that they were made with."""
 Record = dict[str, Any]
 
 
 def key_of(record: Record) -> str:
-    """Return the request as one string, including the calibration if the recipe has one."""
+    """Return the request as one string."""
     asked = {name: record[name] for name in KEY} | {"options": of_each_sample(record["options"])}
-    return json.dumps([*asked.values(), record.get("calibration")], sort_keys=True)
+    return json.dumps([*asked.values(), *map(record.get, OF_CONTENT)], sort_keys=True)
 
 
 def of_each_sample(options: Record) -> Record:
@@ -95,7 +98,7 @@ class Records:
                 ) from error
             try:
                 lock(self._file)
-                lines = _whole_lines(self._file)
+                lines = _mended(self._file, self.path)
                 self._by_key = {key_of(record): record for record in _parsed(lines, self.path)}
                 self._header = runs.last_header(lines)
             except BlockingIOError as error:
@@ -141,12 +144,23 @@ def read(path: Path) -> list[Record]:
     return list(_parsed(_lines(data), path))
 
 
-def _whole_lines(file: BinaryIO) -> list[str]:
-    """Return the complete lines of an open file and truncate the file after them."""
+def _mended(file: BinaryIO, path: Path) -> list[str]:
+    """Return the lines of an open file of records. An incomplete last line is removed from the file, and a complete one
+    gets the line end that it lacks. Files of another kind stay as they are."""
     file.seek(0)
     data = file.read()
-    file.truncate(data.rfind(b"\n") + 1)
-    return _lines(data)
+    end = data.rfind(b"\n") + 1
+    lines, last = _lines(data), data[end:].decode(errors="replace")
+    whole = bool(last) and next(runs.expanded([last]), (1, {}))[1] is not None
+    if whole or not last.startswith("{"):
+        lines += [last] if last else []
+    for _ in _parsed(lines, path):
+        pass
+    if whole:
+        file.write(b"\n")
+    else:
+        file.truncate(end)
+    return lines
 
 
 def _lines(data: bytes) -> list[str]:

@@ -38,7 +38,17 @@ class Words:
         return f"{rng.choice(self.adjectives)}-{rng.choice(self.nouns)}"
 
     def keys(self, rng: Random, count: int) -> list[str]:
-        """Return `count` different keys in the order in which they were drawn."""
+        """Return `count` different keys in the order in which they were drawn.
+
+        Raises:
+            UserError: the lists have too few words.
+        """
+        adjectives, nouns = len({*self.adjectives}), len({*self.nouns})
+        if count > adjectives * nouns:
+            raise UserError(
+                f"{count:,} different keys are needed, and {adjectives:,} adjectives and {nouns:,} nouns make "
+                f"{adjectives * nouns:,}: give longer {FILES[0]} and {FILES[1]}"
+            )
         made: dict[str, None] = {}
         while len(made) < count:
             made[self.key(rng)] = None

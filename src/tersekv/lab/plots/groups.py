@@ -16,7 +16,7 @@ from tersekv.errors import UserError, hint
 from tersekv.lab.evals.harness import Summary, summarise
 from tersekv.lab.evals.options import written
 from tersekv.lab.evals.reader import FULL
-from tersekv.lab.evals.records import FILE, Record, key_of, of_each_sample, read
+from tersekv.lab.evals.records import COUNTS, FILE, Record, key_of, of_each_sample, read
 from tersekv.lab.evals.runs import expanded
 from tersekv.lab.evals.tasks import Task, tasks
 from tersekv.lab.plots.benchmarks import DRAWN_BY
@@ -31,7 +31,9 @@ _UNITS = {"perplexity_ratio": "perplexity / the full cache's", "kl": "KL diverge
 class Group:
     """Comparable records of one task.
 
-    records: by recipe, the full cache first. Recipes only have samples that the full cache has too.
+    records: by recipe, the full cache first. Recipes only have samples that the full cache has too, each once: the
+        latest of a sample, with the calibration of the recipe's latest record.
+    options: those of the run with the most samples.
     """
 
     task: Task
@@ -113,6 +115,7 @@ def grouped(records: Sequence[Record], task: str | None = None) -> list[Group]:
     for record in records:
         if task in (None, record["task"]):
             same = [record["task"], of_each_sample(record["options"]), record["model"], record["seed"]]
+            same += [record.get("weights")]
             found.setdefault(json.dumps(same, sort_keys=True), []).append(record)
     return [_group(members) for members in found.values()]
 
@@ -129,7 +132,7 @@ def axis_label(metric: str) -> str:
 
 
 def _group(members: Sequence[Record]) -> Group:
-    first = members[0]
+    first = max(members, key=lambda record: [record["options"].get(name) or math.inf for name in COUNTS])
     known = tasks()
     try:
         task = known[first["task"]](**first["options"])
@@ -144,12 +147,20 @@ def _group(members: Sequence[Record]) -> Group:
             f"the records of task {first['task']!r} lack the full cache, the baseline of all comparisons: "
             "run `tersekv eval` again with the same --out"
         )
-    by_recipe: dict[str, list[Record]] = {FULL: list(full.values())}
+    latest = {record["recipe"]: record.get("calibration") for record in members}
+    found = {FULL: full}
     for record in members:
-        if record["recipe"] != FULL and record["sample"] in full:
-            by_recipe.setdefault(record["recipe"], []).append(record)
-    summaries = [summarise(task, found, [full[record["sample"]] for record in found]) for found in by_recipe.values()]
+        recipe, same = record["recipe"], full.get(record["sample"])
+        if same and recipe != FULL and record.get("calibration") == latest[recipe] and _same_text(record, same):
+            found.setdefault(recipe, {})[record["sample"]] = record
+    by_recipe = {recipe: list(records.values()) for recipe, records in found.items()}
+    summaries = [summarise(task, own, [full[record["sample"]] for record in own]) for own in by_recipe.values()]
     return Group(task, first["task"], first["options"], first["model"], first["seed"], by_recipe, summaries)
+
+
+def _same_text(record: Record, other: Record) -> bool:
+    """Return True if samples with one id read the same text, as far as the records tell."""
+    return record.get("content", other.get("content")) == other.get("content", record.get("content"))
 
 
 def _refuse_benchmarks(path: Path) -> None:

@@ -80,8 +80,8 @@ def page(records: Sequence[Record], folder: str, out: str, quarters: bool = Fals
     recipes = len({record["recipe"] for record in records}) - 1
     lead = (
         f"{len(groups)} task{'s' if len(groups) > 1 else ''}, the full cache and {recipes} recipes, "
-        f"{len(records):,} records. Every recipe read the same samples as the full cache. True bits are all bytes held "
-        "(codes, scales, norms, indices, tables, exact tokens, slack) over the elements of a full cache."
+        f"{len(records):,} records. Tables say which recipes read fewer samples than the full cache. True bits are all "
+        "bytes held (codes, scales, norms, indices, tables, exact tokens, slack) over the elements of a full cache."
     )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'

@@ -20,6 +20,10 @@ UNFINISHED = "\ufffd"
 """A tokenizer writes it in place of a character of which some bytes are missing yet."""
 
 
+DECODED_BEFORE = 5
+"""Most ids of a prompt that an answer which continues it is decoded after."""
+
+
 class Stopped(Exception):  # noqa: N818  # not an error: the answer is no longer wanted
     """Raised between two layers or tokens once an answer's `Stop` is set. ids: new tokens until then."""
 
@@ -36,7 +40,8 @@ class Sampling:
     """Options of one answer. Where temperature and top_p are None the model's generation config decides.
 
     temperature: 0 is greedy. stop: strings that end the answer. min_tokens: the end of text is not
-    accepted before. prefill_chunk: prompt tokens per forward pass, None for all of them.
+    accepted before. prefill_chunk: prompt tokens per forward pass, None for all of them. continues: the
+    answer goes on with the prompt's text, and may begin with a space.
     """
 
     max_tokens: int
@@ -46,6 +51,7 @@ class Sampling:
     stop: tuple[str, ...] = ()
     min_tokens: int = 0
     prefill_chunk: int | None = None
+    continues: bool = False
 
     def for_generate(self) -> dict[str, Any]:
         """Return the options of transformers' `generate`, but for `stop`."""
@@ -82,12 +88,16 @@ class Answer:
 
 
 class Text:
-    """Text of a growing answer, written as soon as it is known not to be part of a stop string."""
+    """Text of a growing answer, written as soon as it is known not to be part of a stop string.
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str], write: Write) -> None:
+    before: ids that the answer continues.
+    """
+
+    def __init__(self, tokenizer: Any, stop: Sequence[str], write: Write, before: Sequence[int] = ()) -> None:
         self._tokenizer, self._stop, self._write = tokenizer, stop, write
-        self._ids: list[int] = []
-        self._start = self._shown = 0  # of the ids that are decoded together, and of those whose text is known
+        self._ids = [*before]
+        # first id of those that are decoded together, and of those whose text is not known
+        self._start, self._shown = 0, len(before)
         self._held = ""
         self.text = ""
 
@@ -165,7 +175,7 @@ def answer(
         Stopped: `stop` was set. The cache holds the tokens before it, and can be used again.
     """
     cached = cache.keep_common(ids)
-    text = Text(tokenizer, sampling.stop, write)
+    text = Text(tokenizer, sampling.stop, write, ids[0, -DECODED_BEFORE:].tolist() if sampling.continues else ())
     streamer = _Streamer(text, stop)
     sampling.start()
     ends = _ids(model.generation_config.eos_token_id)

@@ -14,6 +14,9 @@ from tersekv.serving.local.answers import Sampling
 MOST_STOPS = 4
 """Stop strings that OpenAI's API allows."""
 
+LEAST_TEMPERATURE = 0.001
+"""Smaller ones are greedy, because logits divided by them overflow."""
+
 
 class RequestError(Exception):
     """A request that is refused. status: of HTTP. field: name of the field that is wrong."""
@@ -70,13 +73,13 @@ def read(body: Any, model: str, chat: bool, most_tokens: int) -> Request:
     truth = "true or false"
     return Request(
         prompt,
-        _sampling(body, most_tokens),
+        _sampling(body, most_tokens, chat),
         _field(body, "stream", lambda v: isinstance(v, bool), truth, False),
         _field(options, "include_usage", lambda v: isinstance(v, bool), truth, False),
     )
 
 
-def _sampling(body: dict[str, Any], most_tokens: int) -> Sampling:
+def _sampling(body: dict[str, Any], most_tokens: int, chat: bool) -> Sampling:
     def whole(least: int) -> Callable[[Any], bool]:
         return lambda v: isinstance(v, int) and not isinstance(v, bool) and least <= v < 2**63
 
@@ -87,12 +90,16 @@ def _sampling(body: dict[str, Any], most_tokens: int) -> Sampling:
     top_p = _field(body, "top_p", number(0, 1), "a number above 0 and up to 1", None)
     if top_p == 0:  # transformers needs a positive number; the most probable token alone is left either way
         top_p = 1e-6
+    temperature = _field(body, "temperature", number(0, 2), "a number from 0 to 2", None)
+    if temperature is not None:  # transformers takes no whole numbers
+        temperature = float(temperature) if temperature >= LEAST_TEMPERATURE else 0.0
     return Sampling(
         _field(body, name, whole(1), "a whole number of at least 1", most_tokens),
-        _field(body, "temperature", number(0, 2), "a number from 0 to 2", None),
+        temperature,
         top_p,
         _field(body, "seed", whole(-(2**63)), "a whole number of 64 bits", None),
         _stop(body.get("stop")),
+        continues=not chat,
     )
 
 

@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Sample:
     """One sample. id: the same in every run with equal options. data: input of the task's
-    `evaluate`."""
+    `evaluate`. content: hash of the text in it, if the id has none."""
 
     id: str
     data: Any
+    content: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,12 +34,13 @@ LOG_FROM = 2.5
 
 class Point(NamedTuple):
     """A recipe with its true bits per element, and the metric's mean and standard error (NaN for a
-    single sample)."""
+    single sample). name: of the recipe, with its number of samples if the full cache has more."""
 
     recipe: str
     bits: float
     mean: float
     stderr: float
+    name: str
 
     @property
     def span(self) -> tuple[float, float]:
@@ -54,7 +55,8 @@ def points_of(group: Group, metric: str) -> list[Point]:
     for summary in group.packed:
         estimate = summary.metrics.get(metric)
         if estimate is not None and math.isfinite(estimate.mean):
-            found.append(Point(summary.recipe, summary.bits_per_element, *estimate))
+            n = "" if summary.samples == group.full.samples else f" (n = {summary.samples})"
+            found.append(Point(summary.recipe, summary.bits_per_element, *estimate, short(summary.recipe) + n))
     return sorted(found, key=lambda point: (point.bits, point.recipe))
 
 
@@ -89,7 +91,7 @@ def draw(records: Sequence[Record], metric: str | None = None, task: str | None 
     figure.set_layout_engine("none")
     for axes, (group, name) in zip(panels, chosen, strict=False):
         points = points_of(group, name)
-        place(figure, axes, [Mark(p.bits, p.mean, short(p.recipe)) for p in points], _lines(axes, group, name))
+        place(figure, axes, [Mark(p.bits, p.mean, p.name) for p in points], _lines(axes, group, name))
     return Picture(figure, _alt(chosen), [_table(group, name) for group, name in chosen])
 
 
