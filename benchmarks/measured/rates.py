@@ -26,15 +26,28 @@ OWN = "5f3643db892c9591"
 
 def divergences(name: str) -> str:
     """Return the table of divergences of a file, by text, with true bits at 32,768 tokens."""
+    lines: list[tuple] = []
+    every = read_records([RECORDS / name])
+    for own in (" (own text)", ""):
+        some = [row for row in every if row["recipe"] == "full" or (row.get("calibration") == OWN) is bool(own)]
+        lines += _divergences(some, own)
+    order = list(TEXTS.values())
+    return markdown(
+        ("text", "recipe", "windows", "true bits at 32k", "KL, nats (median)", "99th percentile", "same next token"),
+        sorted(lines, key=lambda line: (order.index(line[0]), float(line[3]))),
+    )
+
+
+def _divergences(every: list[Row], own: str) -> list[tuple]:
+    """Return the lines of the table of divergences. own: end of the recipes' names."""
     lines = []
-    for group in grouped(read_records([RECORDS / name]), "divergence"):
+    for group in grouped(every, "divergence"):
         full = {row["sample"]: row for row in group.records["full"]}
         parts: dict[tuple[str, str], list[dict]] = {}
         for recipe, records in group.records.items():
             for row in records if recipe != "full" else ():
-                own = " (own text)" if row.get("calibration") == OWN else ""
                 parts.setdefault((recipe, own + earlier(row)), []).append(row)
-        for (recipe, own), records in parts.items():
+        for (recipe, ending), records in parts.items():
             metrics = group.task.summarise(
                 [row["metrics"] for row in records], [full[row["sample"]]["metrics"] for row in records]
             )
@@ -46,13 +59,9 @@ def divergences(name: str) -> str:
                 f"{metrics['kl_p99'].mean:.3f}",
                 f"{metrics['top1_agreement'].mean:.3f}",
             )
-            label = f"`{recipe.replace(',calibration=prompt', '')}`{own}"
+            label = f"`{recipe.replace(',calibration=prompt', '')}`{ending}"
             lines.append((TEXTS[group.options["text"]], label, len(records), f"{bits:.2f}", *cells))
-    order = list(TEXTS.values())
-    return markdown(
-        ("text", "recipe", "windows", "true bits at 32k", "KL, nats (median)", "99th percentile", "same next token"),
-        sorted(lines, key=lambda line: (order.index(line[0]), float(line[3]))),
-    )
+    return lines
 
 
 def on_the_prompt() -> str:

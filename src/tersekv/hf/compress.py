@@ -290,7 +290,7 @@ def _prepare(
         if isinstance(cache := given_cache(model_kwargs), CompressedCache):
             cache.compiles = _compiles(model, generation_config)
             for layer in compressed_layers(cache):
-                layer.record(past=False)  # assisted decoding sets it again
+                layer.activate_past_recording(past=False)  # assisted decoding sets it again
     return _original(model, PREPARE)(generation_config, model_kwargs, *args, **kwargs)
 
 

@@ -60,7 +60,7 @@ class CompressedLayer(CacheLayerMixin):
         self.is_sliding = window is not None
         self.asked: LayerPlan | None = None  # the plan without rates that were chosen on the prompt
         self.store: LayerStore | None = None
-        self.record_past = False
+        self.record_past = self.loaded = False
         self.first_tokens = 0  # tokens of the first call, on which codecs may depend
         self.home: torch.device | None = None
         self.measured = not plan.keys.has_rates  # True once the error of packed keys was measured
@@ -124,12 +124,7 @@ class CompressedLayer(CacheLayerMixin):
     def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
         """Return handles of new tokens [B, H, n, D]; our attention function appends them later."""
         store = self.store
-        if (
-            store is None
-            or (held := store.shape)[:2] != keys.shape[:2]
-            or held[3] != keys.shape[3]
-            or store.device != keys.device
-        ):
+        if store is None or self.loaded or (held := store.shape)[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
             self._prepare(keys, values)
         pending = Pending(self, keys, values)
         return PendingTokens(pending, False), PendingTokens(pending, True)
@@ -140,8 +135,9 @@ class CompressedLayer(CacheLayerMixin):
         self._check(keys, values)
         if self.store is None:
             self.lazy_initialization(keys, values)
-        elif self.store.device != keys.device:  # it was loaded, and the model is distributed over devices
+        elif self.loaded and self.store.device != keys.device:  # the model is distributed over devices
             self.store.to(keys.device)
+        self.loaded = False
 
     def _check(self, keys: Tensor, values: Tensor) -> None:
         if self.store is None:
@@ -249,13 +245,13 @@ class CompressedLayer(CacheLayerMixin):
             raise UserError(f"{place}.plan.rates do not fit the codec: {error}") from error
 
     def restore(self, state: State, batch: int, device: torch.device, place: str) -> None:
-        """Restore what `state()` returned, for `batch` rows. place: name of the state in error
-        messages.
+        """Restore what `state()` returned, for `batch` rows. place: name of the state in error messages.
 
         Raises:
             UserError: the state does not fit this model and recipe, or holds other heads than this
                 process.
         """
+        self.loaded = True
         self.adopt_rates(state, place)
         shape, plan = self.cache.shape, self.plan
         learns = {
@@ -356,14 +352,11 @@ class CompressedLayer(CacheLayerMixin):
             except CacheError as error:
                 raise CacheError(f"layer {self.index}: {error}") from error
 
-    def activate_past_recording(self) -> None:
+    def activate_past_recording(self, past: bool = True) -> None:
         """Let a sliding window evict tokens only at a `crop`, so that any number of draft tokens can be removed."""
-        self.cache.warn_assisted(self.index, self.plan.keys.has_rates)
-        self.record(past=True)
-
-    def record(self, past: bool) -> None:
-        """Let a sliding window evict tokens at a `crop` only, or not."""
         self.record_past = past
+        if past:
+            self.cache.warn_assisted(self.index, self.plan.keys.has_rates)
         if self.store is not None:
             self.store.record_past(past)
 
@@ -386,10 +379,9 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens and everything that was fitted on them, or chosen by them."""
         self.store, self.plan, self.asked = None, self.asked or self.plan, None
-        self.record_past = False
         self.cache.allotment.drop(self.index)
         self.first_tokens = 0
-        self.is_initialized = False
+        self.record_past = self.is_initialized = False
 
     def offload(self) -> None:
         """Move the store to host memory."""

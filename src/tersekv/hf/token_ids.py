@@ -42,7 +42,9 @@ class TokenIds:
             return
         if self._runs and len(ids) != len(self._runs[0]):
             return  # the layers refuse another batch
-        self._runs = [*(run.to(ids.device) for run in self._runs), ids]
+        if self._runs and self._runs[0].device != ids.device:
+            self._runs = [run.to(ids.device) for run in self._runs]
+        self._runs.append(ids)
         if len(self._runs) > MANY:
             self.joined()
 
