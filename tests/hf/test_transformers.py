@@ -132,6 +132,13 @@ def test_assistant_model(models):
     assert got.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])  # without and with types of layers
+def test_drafts_by_early_exit(models, name):
+    """The draft is made by the first layers, whose cache has no others."""
+    expected, got = pair(models[name], prompt(200), assistant_early_exit=2)
+    assert got.tolist() == expected.tolist()
+
+
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_output_attentions(models, name, use_cache):

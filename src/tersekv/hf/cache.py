@@ -96,7 +96,8 @@ class CompressedCache(ModelCache):
     def empty(self, config: PreTrainedConfig) -> CompressedCache:
         """Return a cache without tokens that has the same recipe and calibrated codecs, for the
         same model. Both share the tables of RoPE."""
-        plans = {layer.index: layer.asked or layer.plan for layer in compressed_layers(self)}
+        n = len(attention_layers(text_config(config)))
+        plans = {layer.index: layer.asked or layer.plan for layer in compressed_layers(self) if layer.index < n}
         ropes = self.ropes if text_config(config) is self.config else None
         return CompressedCache.of(config, self.recipe, plans, self.context_parallel, ropes)
 

@@ -182,10 +182,12 @@ def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
         name = "sliding_attention" if windowed else "chunked_attention" if chunked else "full_attention"
         types = [name] * number_of_layers(config)
     modes = getattr(config, "kv_sharing_modes", None) or [None] * len(types)
+    indexers = getattr(config, "indexer_types", None) or [None] * len(types)
+    # a draft by early exit (`assistant_early_exit`) has the first layers only
+    types, modes, indexers = (each[: number_of_layers(config)] for each in (types, modes, indexers))
     if "reuse_but_indexer" in modes:
         raise UserError(f"{config.model_type} has layers with an indexer and the latents of another layer; {OWN_CACHE}")
     kinds = [_kind(config, "dummy" if mode == "reuse" else name) for name, mode in zip(types, modes, strict=True)]
-    indexers = getattr(config, "indexer_types", None) or [None] * len(types)
     for i, (name, of) in enumerate(zip(types, indexers, strict=True)):
         if name == INDEXED and of != "shared":
             kinds[i] = kinds[i]._replace(index_dim=config.index_head_dim)
