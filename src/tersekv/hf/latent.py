@@ -68,18 +68,23 @@ def _dequantised(linear: Any, device: torch.device) -> Tensor:
     It is computed again after each change, and in each call if it has a gradient or is kept elsewhere.
     """
     parts = *linear.parameters(), *linear.buffers()
-    dtype = next((x.dtype for x in parts if x.dtype in FLOATS), torch.get_default_dtype())
-    one = torch.eye(linear.in_features, dtype=dtype, device=device)
     if any(x.is_meta or (torch.is_grad_enabled() and x.requires_grad) for x in parts):
-        return linear(one).T.contiguous()
+        return _image_of_one(linear, device)
     state: tuple[Any, ...] = tuple((id(x), 0 if x.is_inference() else x._version) for x in parts)
     state += tuple(str(getattr(linear, name, "")) for name in ("active_adapters", "disable_adapters", "scaling"))
     known, weight = _weights.get(linear, ((), None))
     if weight is None or known != state:
         with torch.no_grad():
-            weight = linear(one).T.contiguous()
+            weight = _image_of_one(linear, device)
         _weights[linear] = state, weight
     return weight
+
+
+def _image_of_one(linear: Any, device: torch.device) -> Tensor:
+    parts = *linear.parameters(), *linear.buffers()
+    dtype = next((x.dtype for x in parts if x.dtype in FLOATS), torch.get_default_dtype())
+    one = torch.eye(linear.in_features, dtype=dtype, device=device)
+    return linear(one).T.contiguous()
 
 
 # ------------------------------------------------------------------ handles
