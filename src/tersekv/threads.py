@@ -33,12 +33,12 @@ def one_thread(elements: int) -> Iterator[None]:
         yield
         return
     _outer.threads = before
-    torch.set_num_threads(1)
-    if threading.active_count() > 1:  # new threads take the latest number that any thread has set
-        setting = threading.Thread(target=torch.set_num_threads, args=(before,))
-        setting.start()
-        setting.join()
     try:
+        torch.set_num_threads(1)
+        if threading.active_count() > 1:  # new threads take the latest number that any thread has set
+            setting = threading.Thread(target=torch.set_num_threads, args=(before,))
+            setting.start()
+            setting.join()
         yield
     finally:
         torch.set_num_threads(before)

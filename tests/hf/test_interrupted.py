@@ -246,6 +246,28 @@ def test_a_crop_that_linear_layers_refuse_changes_nothing():
         assert torch.equal(model(prompt(1), past_key_values=cache).logits, expected)
 
 
+@torch.no_grad()
+def test_a_first_pass_that_fails_leaves_room_for_another_batch(llama):
+    cache = tersekv.CompressedCache(llama, LOSSLESS)
+    with tersekv.compress(llama, LOSSLESS):
+        with interrupted(llama.model.layers[0].self_attn.o_proj, torch.OutOfMemoryError()):
+            llama(prompt(40, batch=4), past_key_values=cache)
+        cache.crop(-cache.get_seq_length())
+        cache.layers[0].lazy_initialization(
+            *(torch.empty(4, 2, 0, 32),) * 2
+        )  # as a fault before the first append leaves it
+        got = llama(prompt(40), past_key_values=cache).logits
+    torch.testing.assert_close(got, llama(prompt(40)).logits, atol=1e-4, rtol=1e-3)
+
+
+def test_a_torn_cache_is_not_saved(llama, tmp_path):
+    with tersekv.compress(llama, LOSSLESS), torch.no_grad():
+        cache = llama(prompt(40)).past_key_values
+        cache.progress.torn = True
+        with pytest.raises(CacheError, match="interrupted halfway"):
+            cache.save(tmp_path / "a")
+
+
 def test_one_check_for_each_forward_pass(models, monkeypatch):
     checks = []
     check = Progress.check

@@ -116,6 +116,24 @@ def test_a_loaded_cache_continues_like_the_original(wide, recipe, tmp_path):
         goes_on_alike(wide, cache, tmp_path / "cache", later)
 
 
+def test_a_loaded_layer_follows_the_device_of_its_keys(llama, tmp_path, monkeypatch):
+    """A model may be distributed over devices."""
+    cache = tersekv.CompressedCache(llama, "kivi:bits=4")
+    with tersekv.compress(llama, cache), torch.no_grad():
+        llama(prompt(200), past_key_values=cache)
+    for storage in (None, 8):
+        cache.save(tmp_path / "a", storage=storage)
+        layer = tersekv.CompressedCache.load(tmp_path / "a", llama, recipe=None if storage is None else "exact").layers[
+            0
+        ]
+        moved: list[torch.device] = []
+        monkeypatch.setattr(layer.store, "to", moved.append)
+        keys = torch.empty(1, 2, 1, 32, device="meta")
+        for _ in range(2):
+            layer.pending(keys, keys)
+        assert moved == [keys.device]
+
+
 @pytest.mark.parametrize("name", ["mistral", "gemma3", "gpt_oss"])
 @pytest.mark.parametrize("recipe", ["kivi:bits=2", "h2o:budget=64,recent=16+polarquant"])
 def test_sliding_windows_and_padded_batches(models, name, recipe, tmp_path):

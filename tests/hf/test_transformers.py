@@ -133,10 +133,18 @@ def test_assistant_model(models):
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3"])  # without and with types of layers
-def test_drafts_by_early_exit(models, name):
+def test_drafts_by_early_exit(models, name, monkeypatch):
     """The draft is made by the first layers, whose cache has no others."""
+    record, recorded = CompressedLayer.activate_past_recording, []
+    monkeypatch.setattr(
+        CompressedLayer,
+        "activate_past_recording",
+        lambda self, past=True: (recorded.append((len(self.cache.layers), past)), record(self, past))[1],
+    )
     expected, got = pair(models[name], prompt(200), assistant_early_exit=2)
     assert got.tolist() == expected.tolist()
+    assert (2, False) not in recorded  # drafts are taken back
+    assert recorded[-1] == (2, True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -289,8 +289,8 @@ def _prepare(
             generation_config.cache_implementation = None  # transformers rejects "dynamic" together with a cache
         if isinstance(cache := given_cache(model_kwargs), CompressedCache):
             cache.compiles = _compiles(model, generation_config)
-            for layer in compressed_layers(cache):
-                layer.activate_past_recording(past=False)  # assisted decoding sets it again
+            for layer in compressed_layers(cache):  # transformers turns it on later for the main cache of both
+                layer.activate_past_recording(past=bool(generation_config.is_assistant))
     return _original(model, PREPARE)(generation_config, model_kwargs, *args, **kwargs)
 
 

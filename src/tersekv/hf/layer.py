@@ -381,7 +381,7 @@ class CompressedLayer(CacheLayerMixin):
         self.store, self.plan, self.asked = None, self.asked or self.plan, None
         self.cache.allotment.drop(self.index)
         self.first_tokens = 0
-        self.record_past = self.is_initialized = False
+        self.is_initialized = False
 
     def offload(self) -> None:
         """Move the store to host memory."""

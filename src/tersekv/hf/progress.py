@@ -33,7 +33,12 @@ def checked_crop(tokens_to_remove: int) -> int:
 
 
 class CountingLayer(Protocol):
-    """Interface of a layer that counts its tokens and can tell whether some can be removed."""
+    """Interface of a layer that counts its tokens and can tell whether some can be removed.
+
+    record_past: True if a sliding window evicts at a crop only.
+    """
+
+    record_past: bool
 
     def get_seq_length(self) -> int:
         """Return the number of tokens seen."""
@@ -245,8 +250,10 @@ class CheckedCache(Cache):
         self.token_ids.crop(self.get_seq_length())
 
     def reset(self) -> None:
-        """Remove all tokens and everything that codecs fitted on them."""
+        """Remove all tokens and everything that codecs fitted on them. Assisted decoding, if any, has ended."""
         super().reset()
+        for layer in self.progress.attention.values():
+            layer.record_past = False
         self.progress.clear()
         self.token_ids.crop(0)
 

@@ -367,6 +367,7 @@ def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tenso
         if not layer.is_initialized:
             layer.first_tokens = file.layers.tokens
             layer.lazy_initialization(keys, values)
+            layer.loaded = True
         try:
             layer.append(keys, values)
         except CacheError as error:
