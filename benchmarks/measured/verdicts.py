@@ -195,10 +195,11 @@ def _unequal(a: float, b: float) -> bool:
 
 
 def _line(claim: Claim, lines: Sequence[dict[str, Any]], row: str, column: str) -> dict[str, Any] | None:
-    """Return the line of a cell. The full cache's ratio to itself is 1 and has no line."""
-    for line in lines:
-        if (line["row"], line["column"]) == (row, column) and line["metric"].startswith(claim.metric):
-            return line
+    """Return the line of a cell, of several dtypes the one with the most samples. The full cache's ratio to itself is 1
+    and has no line."""
+    cell = [x for x in lines if (x["row"], x["column"]) == (row, column) and x["metric"].startswith(claim.metric)]
+    if cell:
+        return max(cell, key=lambda line: line["samples"])
     if row == FULL and claim.metric == "perplexity_ratio":
         for line in lines:
             if (line["row"], line["column"], line["metric"]) == (row, column, "perplexity"):

@@ -103,6 +103,13 @@ def test_rows_of_unequal_bytes_are_left_out_where_a_claim_is_of_equal_ones(monke
     assert verdicts.differences(dataclasses.replace(BETTER, same_bytes=True)) == []
 
 
+def test_of_two_dtypes_the_one_with_more_samples_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = [_line("one", "a", 0.1, 0.01), _line("one", "b", 0.5, 0.02)]
+    lines += [_line("one", "a", 0.5, 0.01) | {"samples": 99}, _line("one", "b", 0.1, 0.02) | {"samples": 99}]
+    monkeypatch.setattr(verdicts.papers, "read_lines", lambda paper: lines)
+    assert verdicts.line(BETTER)[2:5] == ["one: fails", "99", "+0.400 ± 0.022 u"]
+
+
 def test_claims_name_rows_that_their_experiments_have() -> None:
     for claim in [*(one for of in claims.CLAIMS.values() for one in of), *claims.PERPLEXITIES]:
         if not claim.experiment:
