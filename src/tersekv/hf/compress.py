@@ -146,19 +146,6 @@ def remove_all(model: PreTrainedModel) -> None:
             _uninstall(model)
 
 
-class _Owner(weakref.ref):
-    """A model whose hooks and functions refer to it."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Owner:
-        return self
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise UserError(
-            "a model cannot be pickled or sent to another process while tersekv.compress is installed; end its `with` "
-            "block or call remove() first, or save the model with save_pretrained"
-        )
-
-
 class _Before(NamedTuple):
     """Attributes of a model that packed attention replaces, and the handles of its hooks.
 
@@ -190,10 +177,10 @@ def _install(model: PreTrainedModel) -> None:
     """Replace a model's attention, mask and cache creation by ours."""
     AttentionInterface.register(ATTENTION_NAME, attention_forward)
     AttentionMaskInterface.register(ATTENTION_NAME, attention_mask_for)
-    config, owner = text_config(model.config), _Owner(model)
+    config, owner = text_config(model.config), weakref.ref(model)
     latent.install(model)
     hook = model.register_forward_pre_hook(partial(_before_forward, owner), with_kwargs=True)
-    hooks = [hook, *second_reading.install(model, owner)]
+    hooks = [hook, *second_reading.install(model)]
     methods = {name: model.__dict__[name] for name in (PREPARE, INPUTS) if name in model.__dict__}
     _before[model] = before = _Before(config._attn_implementation, methods, hooks)
     config._attn_implementation = ATTENTION_NAME
@@ -204,7 +191,7 @@ def _install(model: PreTrainedModel) -> None:
         replacement.__signature__ = inspect.signature(getattr(model, name))  # `generate` reads the parameters
         model.__dict__[name] = replacement
     for module in _with_config(model):
-        module.__dict__[COPY] = partial(_plain_copy, _Owner(module), before)
+        module.__dict__[COPY] = partial(_plain_copy, weakref.ref(module), before)
 
 
 def _uninstall(model: PreTrainedModel) -> None:

@@ -32,15 +32,12 @@ RECORDED = "output_attentions", "output_hidden_states", "output_router_logits"
 hidden states are cut."""
 
 
-def install(model: PreTrainedModel, owner: weakref.ref[PreTrainedModel]) -> list[RemovableHandle]:
-    """Add the hooks to the decoder of a model, and return their handles: none without a decoder.
-
-    owner: refers to the model.
-    """
+def install(model: PreTrainedModel) -> list[RemovableHandle]:
+    """Add the hooks to the decoder of a model, and return their handles: none without a decoder."""
     decoder: Any = model.get_decoder()
     if not isinstance(decoder, torch.nn.Module) or not {*CACHE_NAMES} & {*_parameters(decoder)}:
         return []
-    before = decoder.register_forward_pre_hook(partial(_double, owner), with_kwargs=True)
+    before = decoder.register_forward_pre_hook(partial(_double, weakref.ref(model)), with_kwargs=True)
     return [before, decoder.register_forward_hook(_cut, with_kwargs=True)]
 
 
