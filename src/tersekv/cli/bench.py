@@ -15,6 +15,7 @@ import typer
 
 from tersekv.cli import output
 from tersekv.cli.bare import Cell, size
+from tersekv.cli.files import refuse_folder
 from tersekv.cli.generate import load, use_threads
 from tersekv.cli.installation import run_header
 from tersekv.errors import UserError
@@ -73,7 +74,8 @@ def attend(
 
     shapes = [HeadCounts.parse(part) for part in heads.split(",")]
     names = chosen(formats)
-    _check_out(out)
+    if out is not None:
+        refuse_folder(out)
     if device != "cpu":
         sizes = parse_lengths(tokens, "--tokens"), parse_numbers(batch, "--batch", 1, 4096)
         _attend_gpu(device, shapes, *sizes, names, seconds, limit, out, as_json)
@@ -171,7 +173,8 @@ def generate(
     """
     dtypes, lengths, chunks = _dtypes(dtype), parse_lengths(context, "--context"), _chunks(prefill_chunk)
     check_device(device)
-    _check_out(out)
+    if out is not None:
+        refuse_folder(out)
     use_threads(threads)
     caches = recipe or [output.DEFAULT_RECIPE]
     documents: list[dict[str, Any]] = []
@@ -313,11 +316,6 @@ def _between(low: float, high: float, unit: str, places: int) -> Cell:
 def _short(x: float) -> str:
     """Format a number with one decimal, or none from 100."""
     return f"{x:.0f}" if abs(x) >= 100 else f"{x:.1f}"
-
-
-def _check_out(out: Path | None) -> None:
-    if out is not None and out.is_dir():
-        raise UserError(f"--out {out} is a folder: give a file in it")
 
 
 def _write(path: Path, bench: str, common: dict[str, Any], rows: list[dict[str, Any]]) -> None:

@@ -26,8 +26,7 @@ def check_out(out: Path, suffixes: Sequence[str] = (), option: str = "--out") ->
     if suffixes and path.suffix.lower().removeprefix(".") not in suffixes:
         came = f"ends in {path.suffix!r}" if path.suffix else "has no suffix"
         raise UserError(f"{option} {out} {came}: give a file that ends in {allowed.replace(', ', ' or ')}")
-    if path.is_dir():
-        raise UserError(f"{option} {out} is a folder: give a file in it")
+    refuse_folder(path, option)
     if path.exists() and not path.is_file():
         raise UserError(f"{option} {out} is a device or a pipe, which a file would replace: give a file")
     if not path.parent.is_dir():
@@ -35,6 +34,12 @@ def check_out(out: Path, suffixes: Sequence[str] = (), option: str = "--out") ->
     if not os.access(path.parent, os.W_OK | os.X_OK):
         raise UserError(f"{option} {out}: the folder {path.parent} cannot be written; give another")
     return path
+
+
+def refuse_folder(path: Path, option: str = "--out") -> None:
+    """Raise UserError if a path is a folder."""
+    if path.is_dir():
+        raise UserError(f"{option} {path} is a folder: give a file in it")
 
 
 def write_whole(path: Path, data: bytes) -> None:

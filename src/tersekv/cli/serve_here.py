@@ -62,7 +62,7 @@ def _listen(address: tuple[str, int]) -> socket.socket:
         listening = socket.socket(family, socket.SOCK_STREAM)
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(place)
-    except (OSError, UnicodeError) as error:  # a name that is no host name
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name cannot be one of a host
         why = getattr(error, "strerror", None) or error
         raise UserError(f"cannot listen at {host}:{port}: {why}; give another --host or --port") from error
     return listening

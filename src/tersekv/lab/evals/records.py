@@ -98,8 +98,8 @@ class Records:
                 ) from error
             try:
                 lock(self._file)
-                lines = _mended(self._file, self.path)
-                self._by_key = {key_of(record): record for record in _parsed(lines, self.path)}
+                lines, records = _mended(self._file, self.path)
+                self._by_key = {key_of(record): record for record in records}
                 self._header = runs.last_header(lines)
             except BlockingIOError as error:
                 self._file.close()
@@ -144,9 +144,12 @@ def read(path: Path) -> list[Record]:
     return list(_parsed(_lines(data), path))
 
 
-def _mended(file: BinaryIO, path: Path) -> list[str]:
-    """Return the lines of an open file of records. An incomplete last line is removed from the file, and a complete one
-    gets the line end that it lacks. Files of another kind stay as they are."""
+def _mended(file: BinaryIO, path: Path) -> tuple[list[str], list[Record]]:
+    """Return the lines of an open file of records, and the records.
+
+    An incomplete last line is removed from the file, and a complete one gets the line end that it lacks. Files of
+    another kind stay as they are.
+    """
     file.seek(0)
     data = file.read()
     end = data.rfind(b"\n") + 1
@@ -154,13 +157,12 @@ def _mended(file: BinaryIO, path: Path) -> list[str]:
     whole = bool(last) and next(runs.expanded([last]), (1, {}))[1] is not None
     if whole or not last.startswith("{"):
         lines += [last] if last else []
-    for _ in _parsed(lines, path):
-        pass
+    records = list(_parsed(lines, path))  # before the file is changed
     if whole:
         file.write(b"\n")
     else:
         file.truncate(end)
-    return lines
+    return lines, records
 
 
 def _lines(data: bytes) -> list[str]:
