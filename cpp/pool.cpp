@@ -112,46 +112,62 @@ Pool* pool() {
   return found;
 }
 
-// libgomp's entry for a parallel region: all threads of a team call fn(data).
-using RunTeam = void (*)(void (*fn)(void*), void* data, unsigned threads, unsigned flags);
+// Entries of the libraries that torch uses, null where it has none. OpenMP's: a parallel region, in which all threads
+// of a team call fn(data), and the calling thread's number of threads. MKL's: the same number for its own routines, 0
+// if it follows the process's.
+struct Torch {
+  void (*run)(void (*fn)(void*), void* data, unsigned threads, unsigned flags) = nullptr;
+  void (*set_threads)(int) = nullptr;
+  int (*set_mkl_threads)(int) = nullptr;
+};
 
 #ifdef __linux__
-int find_gomp(dl_phdr_info* info, size_t, void* found) {
+template <typename Entry>
+void find(void* library, const char* name, Entry& entry) {
+  entry = reinterpret_cast<Entry>(dlsym(library, name));
+}
+
+// Fill in the entries if this library is torch's. A name is looked for in it and then in what it is linked with:
+// another package's copy of OpenMP has other threads.
+int find_torch(dl_phdr_info* info, size_t, void* found) {
   const std::string path = info->dlpi_name ? info->dlpi_name : "";
-  const size_t name = path.rfind('/') + 1;
-  // torch/lib or torch.libs; another package's copy has other threads
-  if (path.compare(name, 7, "libgomp") || path.find("/torch") == std::string::npos) return 0;
-  if (void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD))
-    *static_cast<RunTeam*>(found) = reinterpret_cast<RunTeam>(dlsym(library, "GOMP_parallel"));
+  if (path.compare(path.rfind('/') + 1, std::string::npos, "libtorch_cpu.so") != 0) return 0;
+  if (void* library = dlopen(path.c_str(), RTLD_LAZY | RTLD_NOLOAD)) {
+    Torch& torch = *static_cast<Torch*>(found);
+    find(library, "GOMP_parallel", torch.run);
+    find(library, "omp_set_num_threads", torch.set_threads);
+    find(library, "MKL_Set_Num_Threads_Local", torch.set_mkl_threads);
+  }
   return 1;
 }
 #endif
 
 const pid_t kLoadedBy = getpid();
 
-// Return the entry of the libgomp that torch has loaded, or null.
-RunTeam torch_team() {
+const Torch& torch_entries() {
+  static const Torch found = [] {
+    Torch torch;
 #ifdef __linux__
-  static const RunTeam found = [] {
-    RunTeam run = nullptr;
-    dl_iterate_phdr(find_gomp, &run);
-    return run;
-  }();
-  return kLoadedBy == getpid() ? found : nullptr;  // a fork has none of its parent's threads
-#else
-  return nullptr;
+    dl_iterate_phdr(find_torch, &torch);
 #endif
+    return torch;
+  }();
+  return found;
+}
+
+// Return whether kernels may run on torch's threads.
+bool has_team() {
+  return torch_entries().run && kLoadedBy == getpid();  // a fork has none of its parent's threads
 }
 
 }  // namespace
 
-double team_worth_ns() { return torch_team() ? 10000.0 : kThreadsWorthNs; }
+double team_worth_ns() { return has_team() ? 10000.0 : kThreadsWorthNs; }
 
 void run_in_team(int64_t count, int threads, TaskFn fn, const void* context) {
-  const RunTeam team = threads > 1 && count > 1 ? torch_team() : nullptr;
-  if (!team) return run_tasks(count, threads, fn, context);
+  if (threads < 2 || count < 2 || !has_team()) return run_tasks(count, threads, fn, context);
   Job job{fn, context, count, 0};
-  team([](void* data) { static_cast<Job*>(data)->work(); }, &job, static_cast<unsigned>(threads), 0);
+  torch_entries().run([](void* data) { static_cast<Job*>(data)->work(); }, &job, static_cast<unsigned>(threads), 0);
   if (job.error) std::rethrow_exception(job.error);
 }
 
@@ -168,6 +184,12 @@ void run_tasks(int64_t count, int threads, TaskFn fn, const void* context) {
     }
   }
   for (int64_t i = 0; i < count; i++) fn(context, i);
+}
+
+void set_torch_threads(int team, int mkl) {
+  const Torch& torch = torch_entries();
+  if (torch.set_threads) torch.set_threads(team);
+  if (torch.set_threads && torch.set_mkl_threads) torch.set_mkl_threads(mkl);
 }
 
 void shutdown_pool() {

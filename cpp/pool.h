@@ -17,12 +17,16 @@ using TaskFn = void (*)(const void* context, int64_t index);
 // If another thread's call is using the pool, or after shutdown, the caller runs all tasks itself.
 void run_tasks(int64_t count, int threads, TaskFn fn, const void* context);
 
-// Do the same on torch's OpenMP threads where they are libgomp's, else as run_tasks. For work between torch's
+// Do the same on torch's OpenMP threads where these can be found, else as run_tasks. For work between torch's
 // operations: torch's threads spin while they wait for more, so that the pool's would have to take a core from them.
 void run_in_team(int64_t count, int threads, TaskFn fn, const void* context);
 
 // Work of run_in_team, in nanoseconds, for which further threads save more than they cost.
 double team_worth_ns();
+
+// Set how many threads torch's operations take in the calling thread alone: OpenMP's, and MKL's routines (0: as many as
+// in the process). Nothing changes where torch has no such threads or they cannot be found.
+void set_torch_threads(int team, int mkl);
 
 // Join the threads; a later call starts new ones.
 void shutdown_pool();

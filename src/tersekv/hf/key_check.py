@@ -19,8 +19,8 @@ from tersekv.calibration.key_error import (
     sample_tokens,
 )
 from tersekv.errors import UserError
+from tersekv.kernels.threads import one_thread
 from tersekv.tensors import plain
-from tersekv.threads import one_thread
 from tersekv.transforms.rope import NO_ROPE, Angles, Rope
 
 MOST_KEPT = 1 << 20

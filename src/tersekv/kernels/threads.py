@@ -13,6 +13,8 @@ from contextlib import contextmanager
 
 import torch
 
+from tersekv.kernels import cpu
+
 FEW_ELEMENTS = 1 << 20
 """Number of elements up to which torch works in one thread."""
 
@@ -27,19 +29,20 @@ def threads() -> int:
 
 @contextmanager
 def one_thread(elements: int) -> Iterator[None]:
-    """Run torch's operations of a block on few elements in the calling thread. Our kernels keep their threads."""
+    """Run torch's operations of a block on few elements in the calling thread. Our kernels keep their threads.
+
+    `torch.set_num_threads` would also change the number of threads that start meanwhile. The extension sets that of
+    the calling thread alone. Where it is not built, torch keeps its threads.
+    """
     before = torch.get_num_threads()
-    if elements > FEW_ELEMENTS or before == 1:
+    if elements > FEW_ELEMENTS or before == 1 or cpu.why_not_built() is not None:
         yield
         return
+    native = cpu.loaded()
     _outer.threads = before
     try:
-        torch.set_num_threads(1)
-        if threading.active_count() > 1:  # new threads take the latest number that any thread has set
-            setting = threading.Thread(target=torch.set_num_threads, args=(before,))
-            setting.start()
-            setting.join()
+        native.set_torch_threads(1, 1)
         yield
     finally:
-        torch.set_num_threads(before)
+        native.set_torch_threads(before, 0)
         _outer.threads = None
