@@ -29,6 +29,10 @@ TYPES = {
     "yarn": YARN,
     "llama3": LLAMA3,
 }
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10_000.0, "short_factor": [1.0] * 16, "long_factor": [4.0] * 16,
+    "original_max_position_embeddings": 64, "factor": 8.0,
+}  # fmt: skip
 LOSSLESS = "window:sinks=4,recent=32,exact=fp32+exact:dtype=fp32,pre_rope=true"
 
 
@@ -106,6 +110,30 @@ def test_lengths_that_changed_between_calls():
     torch.testing.assert_close(
         without_rope(rotary, torch.cat(pieces, 2)[:, :, 50:], 50), x[:, :, 50:], atol=1e-5, rtol=1e-4
     )
+
+
+@pytest.mark.parametrize("parameters", [LONGROPE, TYPES["dynamic"]], ids=["longrope", "dynamic"])
+@pytest.mark.parametrize("padding", [[0], [0, 7]], ids=["one", "padded"])
+def test_generated_tokens_share_a_run_until_the_frequencies_change(parameters, padding):
+    """A step would take time for each run."""
+    config = tf.LlamaConfig(**SHAPE | {"max_position_embeddings": 64}, **HEAD, rope_parameters=parameters)
+    rope = Ropes(config, 32).of(0)
+    rotary, expected, place = Rotary(rope), [], 0
+    for n in (60, 1, 1, 1, 1, 1, 20):
+        rotary.note(place, n, None if place or len(padding) == 1 else torch.tensor(padding))
+        expected.append([torch.stack(rope.cos_sin(place - p, n, place + n, "cpu")) for p in padding])
+        place += n
+        assert rotary.angles(0, place, "cpu").is_small == (place <= 64)
+    assert rotary.starts == [0, 64] if parameters is LONGROPE else [0, 64, 65]
+    wanted = torch.stack([torch.cat(pieces, 1) for pieces in zip(*expected, strict=True)], 1)
+    for first, n in ((0, 85), (0, 64), (66, 19), (60, 8)):
+        got = torch.stack(rotary.angles(first, n, "cpu").cos_sin())
+        torch.testing.assert_close(got, wanted[:, :, first : first + n], atol=1e-5, rtol=1e-4)
+    places = torch.tensor([80, 13, 65, 12])
+    got = torch.stack(rotary.at(places.expand(len(padding), 1, -1)).cos_sin())
+    torch.testing.assert_close(got.flatten(1, -3), wanted[:, :, places], atol=1e-5, rtol=1e-4)
+    rotary.note(40, 1)  # after a crop
+    assert rotary.starts == [0]
 
 
 def test_standard_rope_is_llamas():

@@ -2,7 +2,7 @@
 
 A token's position is its place in the cache minus its row's padding. In some models the frequencies
 change with the sequence length. Keys then keep the frequencies of the call that added them. Each
-run of tokens records the length at that time.
+run of tokens with the same frequencies records the length at the time of its first call.
 """
 
 from __future__ import annotations
@@ -61,7 +61,29 @@ class Rotary(Stateful):
         if not self.rope.varies or not n:
             return
         at = bisect.bisect_left(self.starts, first)
-        self.starts[at:], self.lengths[at:] = [first], [first + n]
+        del self.starts[at:], self.lengths[at:]
+        if not at or self.rope.frequencies(self._length(at - 1)) != self.rope.frequencies(first + n - self._first):
+            self.starts.append(first)
+            self.lengths.append(first + n)
+
+    @property
+    def _first(self) -> int:
+        """Place of the first token of the longest row, whose length gives the frequencies."""
+        return 0 if self.padding is None else int(self.padding.min())
+
+    def _length(self, run: int) -> int:
+        """Return the length of the longest row when a run was added."""
+        return self.lengths[run] - self._first
+
+    def _one(self, first: int, stop: int) -> Rope | None:
+        """Return the RoPE of all tokens from place `first` to `stop`; None if it is not one, or has no table."""
+        if not self.rope.varies:
+            return self.rope
+        run = bisect.bisect_right(self.starts, first) - 1
+        if run + 1 < len(self.starts) and self.starts[run + 1] < stop:
+            return None
+        rope = self.rope.at_length(self._length(run))
+        return None if rope.varies else rope
 
     def angles(self, first: int, n: int, device: torch.device, own_sinks: bool = False) -> Angles:
         """Return the angles of n tokens from place `first` on.
@@ -69,8 +91,9 @@ class Rotary(Stateful):
         own_sinks: return those of each row's own first n tokens instead, after its padding.
         """
         own_sinks = own_sinks and self.padding is not None
-        if not self.rope.varies:
-            return self.rope.angles(0 if own_sinks else first, n, None if own_sinks else self.padding, device)
+        rope = self._one(0, MOST) if own_sinks else self._one(first, first + n)
+        if rope is not None:
+            return rope.angles(0 if own_sinks else first, n, None if own_sinks else self.padding, device)
         paddings = [0] if self.padding is None else [int(p) for p in self.padding]
         rows = [self._row(p if own_sinks else first, n, p, device) for p in paddings]
         cos, sin = (torch.stack(parts) for parts in zip(*rows, strict=True))
@@ -84,7 +107,7 @@ class Rotary(Stateful):
             run = bisect.bisect_right(self.starts, place) - 1
             stop = self.starts[run + 1] if run + 1 < len(self.starts) else first + n
             stop = min(stop, first + n)
-            parts.append(self.rope.cos_sin(place - padding, stop - place, self.lengths[run] - padding, device))
+            parts.append(self.rope.cos_sin(place - padding, stop - place, self._length(run), device))
             place = stop
         cos, sin = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         return cos, sin
@@ -103,8 +126,9 @@ class Rotary(Stateful):
             return self.angles(where, n, device)
         if not isinstance(where, Marks):
             return self.at(where)
-        if not self.rope.varies:
-            return MarkedAngles(self.rope, where, self.padding)
+        rope = self._one(0, MOST)
+        if rope is not None:
+            return MarkedAngles(rope, where, self.padding)
         return self.at(where.positions(), None if where.ends is None else where.head // where.bits.shape[1])
 
     def at(self, places: Tensor, rows: Tensor | None = None) -> Angles:
@@ -113,13 +137,14 @@ class Rotary(Stateful):
         rows: batch row of each token of places [1, 1, n] in any rows, int64 [n], or None.
         """
         places = places.clamp(min=0)
-        if self.rope.varies:  # the table has a row for each token
+        rope = self._one(0, MOST)
+        if rope is None:  # the table has a row for each token, or some later tokens have another one
             given = self.angles(0, int(places.max()) + 1, places.device)
             first = given.places if rows is None or len(given.places) == 1 else given.places[rows, 0].view(1, 1, -1)
             return given._replace(places=(first + places).to(torch.int32), tokens=places.shape[-1])
         if self.padding is not None:
             places = places - self.padding.to(places)[:, None, None]
-        return self.rope.angles_at(places.clamp(min=0))
+        return rope.angles_at(places.clamp(min=0))
 
     def clear(self) -> None:
         """Remove all tokens."""

@@ -200,12 +200,19 @@ class Ropes:
         varies = (parameters or {}).get("rope_type") in LENGTH_DEPENDENT
         once = made(config)
         extra = {} if kind is None else {"layer_type": kind}
+        x = torch.zeros(1, dtype=torch.float32)
 
         def cos_sin(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-            # a length-dependent embedding takes the length from the last position
-            ids = torch.cat([positions, torch.tensor([max(length, 1) - 1])])[None]
-            embedding = made(config) if varies else once  # a used one would keep the frequencies of longer sequences
-            cos, sin = embedding(torch.zeros(1, dtype=torch.float32), ids, **extra)
+            if not varies:
+                cos, sin = once(x, positions[None], **extra)
+                return cos[0], sin[0]
+            # an embedding takes the length from the last position; a used one keeps the frequencies of longer texts
+            embedding, last = made(config), torch.tensor([[max(length, 1) - 1]])
+            embedding(x, last, **extra)
+            if (plain := inspect.unwrap(made.forward)) is not made.forward:  # does not look at the length
+                cos, sin = plain(embedding, x, positions[None], **extra)
+                return cos[0], sin[0]
+            cos, sin = embedding(x, torch.cat([positions[None], last], 1), **extra)
             return cos[0, :-1], sin[0, :-1]
 
         apply = self._apply(rotate, cos_sin)

@@ -34,6 +34,9 @@ PROPORTIONAL = 0.02
 """Tolerance for cosines at position 70,000. float32 rounds angles by up to 0.004 per digit."""
 
 
+MOST_LENGTHS, MOST_FREQUENCIES = 64, 4
+"""Most lengths whose frequencies a `Rope` that varies knows, and most frequencies that it keeps a `Rope` for."""
+
 KEPT_ELEMENTS = 1 << 21
 """Most elements of cosines and sines that a `Rope` keeps for the next layer, which asks for the same tokens."""
 
@@ -46,9 +49,10 @@ class Rope:
         frequencies change with it: dynamic NTK, LongRoPE.
     apply: function (x, cos, sin) that rotates x [B, H, n, D] by cos and sin [1 or B, n, R], linear
         in them.
-    varies: True if `length` matters, or if a position's angle is not proportional to it. Cosines
-        then come from the model for each segment. Otherwise they come from a table of 256 rows
-        (`rope_table.py`), which equals the model's up to float32 rounding of its angles.
+    varies: True if `length` matters, or if a position's angle is not proportional to it. Otherwise
+        cosines come from a table of 256 rows (`rope_table.py`), which equals the model's up to
+        float32 rounding of its angles. So they do where `at_length` does not vary. Else they come
+        from the model for each segment.
     """
 
     def __init__(self, cos_sin: CosSin, apply: Apply, varies: bool = False) -> None:
@@ -59,16 +63,45 @@ class Rope:
         self._one_angle: dict[int, bool] = {}
         self._offset_table: OffsetTable | None = None
         self._int16_offset_tables: dict[int, Tensor | None] = {}
-        self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}  # by first position, tokens and channels
+        # by first position, tokens, and channels or, if it varies, length
+        self._kept: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         self._natives: dict[tuple[int, bool], tuple[Tensor, Any]] = {}  # native object and the table it was built from
+        self._lengths: dict[int, bytes] = {}
+        self._at: dict[bytes, Rope] = {}  # by frequencies
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state without native objects and kept cosines; copies build their own."""
-        return self.__dict__ | {"_natives": {}, "_kept": {}}
+        return self.__dict__ | {"_natives": {}, "_kept": {}, "_at": {}}
 
     def forget(self) -> None:
         """Free the cosines and sines that are kept between layers."""
         self._kept.clear()
+        for rope in self._at.values():
+            rope.forget()
+
+    def frequencies(self, length: int) -> bytes:
+        """Return what is equal for two lengths of the sequence exactly if their frequencies are."""
+        if not self.varies:
+            return b""
+        if length not in self._lengths:
+            known = torch.cat(self._made(torch.ones(1, dtype=torch.int64), length)).numpy().tobytes()
+            _keep(self._lengths, length, known, MOST_LENGTHS)
+        return self._lengths[length]
+
+    def at_length(self, length: int) -> Rope:
+        """Return the RoPE of a sequence of this length, one object for all lengths with the same frequencies.
+
+        It varies only if a position's angle is not proportional to it.
+        """
+        if not self.varies:
+            return self
+        known = self.frequencies(length)
+        if known not in self._at:
+            rope = Rope(lambda positions, _: self._cos_sin(positions, length), self._apply)
+            rope._unique, rope._channels = self._columns(), self._channels
+            rope.varies = not rope.is_proportional(torch.tensor([1, length // 2, max(length, 1) - 1]), self, length)
+            _keep(self._at, known, rope, MOST_FREQUENCIES)
+        return self._at[known]
 
     def angles(self, first: int, n: int, padding: Tensor | None = None, device: torch.device | str = "cpu") -> Angles:
         """Return the angles of n tokens from position `first` on, for RoPE that does not vary.
@@ -106,8 +139,17 @@ class Rope:
         if not self.varies:
             cos, sin = self.angles(first, n, device=device).cos_sin()
             return cos[0], sin[0]
-        cos, sin = self._made(torch.arange(first, first + n), length)
+        found = self._kept.get((first, n, length))
+        if found is None:
+            found = self._made(torch.arange(first, first + n), length)
+            self._keep_between_layers((first, n, length), found)
+        cos, sin = found
         return cos.to(device), sin.to(device)
+
+    def _keep_between_layers(self, key: tuple[int, int, int], made: tuple[Tensor, Tensor]) -> None:
+        """Keep cosines and sines for the next layers, if there is room."""
+        if sum(2 * cos.numel() for cos, _ in list(self._kept.values())) + 2 * made[0].numel() <= KEPT_ELEMENTS:
+            self._kept[key] = made
 
     @staticmethod
     def _check_reach(end: int) -> None:
@@ -122,10 +164,14 @@ class Rope:
             self._tables[device] = made.to(device)
         return self._tables[device]
 
-    def is_proportional(self) -> bool:
-        """True if angles are proportional to positions, up to float32 rounding."""
-        positions = torch.tensor([1, 77, 4097, 70_000])
-        ours, theirs = self.angles_at(positions).cos_sin(), self._made(positions, 1)
+    def is_proportional(self, at: Tensor | None = None, of: Rope | None = None, length: int = 1) -> bool:
+        """True if angles are proportional to positions, up to float32 rounding.
+
+        at: positions that are compared, by default some up to 70,000. of: RoPE that has the right angles for a sequence
+            of this length, by default this one.
+        """
+        positions = torch.tensor([1, 77, 4097, 70_000]) if at is None else at
+        ours, theirs = self.angles_at(positions).cos_sin(), (of or self)._made(positions, length)
         size = float(torch.hypot(*theirs).amax())
         return all(torch.allclose(x[0], y, rtol=0, atol=PROPORTIONAL * size) for x, y in zip(ours, theirs, strict=True))
 
@@ -179,8 +225,8 @@ class Rope:
         int16_channels: add `int16_offset_table` for this number of channels on a CPU, if not 0.
         """
         kept = [*self._columns()]
-        if self.varies:
-            return kept
+        if self.varies:  # these share the columns
+            return kept + [t for of in self._at.values() for t in of.tables(device, stepped, int16_channels)[2:]]
         kept.append(self.table(device))
         if stepped and device.type == "cpu":
             kept += self.offset_table()
@@ -263,6 +309,13 @@ class Rope:
         return self.apply(gradient, cos, -sin)
 
 
+def _keep(known: dict[Any, Any], key: Any, value: Any, most: int) -> None:
+    """Add a value under a new key, in place of the oldest one if there are `most`."""
+    if len(known) >= most:
+        known.pop(next(iter(known)), None)
+    known[key] = value
+
+
 class Angles(NamedTuple):
     """Cosines and sines of a segment's tokens, as indices into a table.
 
@@ -327,8 +380,7 @@ class Angles(NamedTuple):
         kept, key = self.rope._kept, (int(self.places), self.tokens, D)
         if (found := kept.get(key)) is None:
             found = self._by_channel(D)
-            if sum(2 * cos.numel() for cos, _ in list(kept.values())) + 2 * self.tokens * D <= KEPT_ELEMENTS:
-                kept[key] = found
+            self.rope._keep_between_layers(key, found)
         return found
 
     def of_pairs(self, D: int) -> PairAngles | None:
