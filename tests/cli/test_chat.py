@@ -158,6 +158,24 @@ def test_ctrl_c_while_the_question_is_read_leaves_it_out(talk, network, capsys):
     assert len(talk.turns.ids) > len(before)
 
 
+def test_ctrl_c_between_chunks_leaves_a_cache_that_can_be_saved(network, capsys, tmp_path):
+    sampling, passes = Sampling(8, temperature=0, prefill_chunk=16), []
+    talk = chat.Chat(*network, Recipe.parse("kivi:bits=4"), None, sampling, None)
+    talk.ask("Who?")
+
+    def interrupt(*_):
+        passes.append(1)
+        if len(passes) == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    hook = network[0].register_forward_hook(interrupt)
+    talk.ask(QUESTION * 4)
+    hook.remove()
+    assert "the question is left out" in capsys.readouterr().out
+    assert talk.cache.get_seq_length() == len(talk.turns.ids) - 1
+    talk.save(str(tmp_path / "a.cache"))
+
+
 def test_ctrl_c_at_the_prompt_and_the_end_of_input(monkeypatch, capsys):
     given = iter([KeyboardInterrupt(), " a ", "", EOFError()])
 

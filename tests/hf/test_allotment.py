@@ -56,6 +56,15 @@ def store_of(keys: torch.Tensor) -> LayerStore:
     return LayerStore(Recipe.parse(RECIPE).plan(0, 1), keys[:, :, :0], keys[:, :, :0])
 
 
+@pytest.mark.parametrize("first", [10, 40])
+def test_rates_are_chosen_in_inference_mode_after_a_short_call(sharp, first):
+    """What the window held before is written to later."""
+    with torch.inference_mode():
+        cache = filled(sharp, [prompt(200)[:, :first], prompt(200)[:, first:], *singles(40)])
+    assert rates(cache)[0]
+    assert cache.get_seq_length() == 240
+
+
 def test_the_spread_is_that_of_later_queries(llama):
     """Over all tokens of a prompt it sums to the squared weights of its last quarter."""
     keys, query = made(1, 2, 400), made(1, 4, 400, 1)

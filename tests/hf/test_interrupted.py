@@ -246,6 +246,19 @@ def test_a_crop_that_linear_layers_refuse_changes_nothing():
         assert torch.equal(model(prompt(1), past_key_values=cache).logits, expected)
 
 
+def test_a_hybrid_cache_of_inference_mode_is_reset_outside():
+    torch.manual_seed(0)
+    model = tf.Qwen3NextForCausalLM(tf.Qwen3NextConfig(**SHAPE, head_dim=32, **HYBRID)).eval()
+    ids = prompt(50)
+    with tersekv.compress(model, LOSSLESS):
+        with torch.inference_mode():
+            cache = model(ids).past_key_values
+        cache.reset()
+        with torch.inference_mode():
+            got = model(ids, past_key_values=cache).logits
+            assert torch.equal(got, model(ids).logits)
+
+
 @torch.no_grad()
 def test_a_first_pass_that_fails_leaves_room_for_another_batch(llama):
     cache, empty = tersekv.CompressedCache(llama, LOSSLESS), torch.empty(4, 2, 0, 32)

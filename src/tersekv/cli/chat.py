@@ -188,6 +188,10 @@ class Chat:
         output.stream("\n")
         if new or not stop.is_set():
             self.turns.ids = [*ids[0].tolist(), *new]
+        elif self.turns.ids:  # chunks of the question may have been read
+            self.cache.keep_common(ids[:, : len(self.turns.ids)])
+        else:
+            self.cache.reset()
 
     def reset(self) -> None:
         """Start over, with an empty cache of the same recipe."""

@@ -25,7 +25,7 @@ from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
 from tersekv.recipe import LayerPlan, written
 from tersekv.sizes.rate_allotment import with_rates
-from tersekv.tensors import type_name
+from tersekv.tensors import plain, type_name
 
 FLOATS = {type_name(t): t for t in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
 """Types of keys and values by their names in files."""
@@ -91,12 +91,14 @@ class CompressedLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
+    @plain
     def choose_rates(self, plan: LayerPlan) -> None:
         """Use a plan with rates that were chosen on the prompt. Nothing is packed yet."""
         assert self.store is not None
         held, self.asked, self.plan = self.store.live_state(), self.plan, plan
-        shapes = [side.shape for side in self.store.sides]
-        self.lazy_initialization(*(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes))
+        self.lazy_initialization(
+            *(torch.empty(x.shape, dtype=self.dtype, device=self.device) for x in self.store.sides)
+        )
         self.store.restore(held | {"tiers": self.store.live_state()["tiers"]})
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

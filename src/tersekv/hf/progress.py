@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import LongTensor, Tensor
 from transformers.cache_utils import Cache
 
@@ -251,7 +252,8 @@ class CheckedCache(Cache):
 
     def reset(self) -> None:
         """Remove all tokens and everything that codecs fitted on them. Assisted decoding, if any, has ended."""
-        super().reset()
+        with torch.inference_mode():  # linear layers fill their tensors, which a pass in this mode may have made
+            super().reset()
         for layer in self.progress.attention.values():
             layer.record_past = False
         self.progress.clear()

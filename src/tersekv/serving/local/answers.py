@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tersekv.errors import CacheError
 from tersekv.hf.cache import CompressedCache
 from tersekv.versions import cache_argument
 
@@ -210,6 +211,10 @@ def _ids(given: Any) -> list[int]:
 def _repair(cache: CompressedCache) -> None:
     """Remove the tokens of a pass that was stopped between two layers, or all where that is impossible."""
     seen = cache.progress.num_tokens().values()
+    try:
+        return cache.progress.check()  # it was stopped before its first layer
+    except CacheError:
+        pass
     try:
         if min(seen):
             return cache.crop(min(seen) - max(seen))
