@@ -58,7 +58,7 @@ def store_of(keys: torch.Tensor) -> LayerStore:
 
 @pytest.mark.parametrize("first", [10, 40])
 def test_rates_are_chosen_in_inference_mode_after_a_short_call(sharp, first):
-    """What the window held before is written to later."""
+    """The exact window is written to later."""
     with torch.inference_mode():
         cache = filled(sharp, [prompt(200)[:, :first], prompt(200)[:, first:], *singles(40)])
     assert rates(cache)[0]

@@ -33,6 +33,7 @@ from tersekv.calibration.storage_basis import NAME, basis_on
 from tersekv.cli.prompt_cache import add_divergence, info
 from tersekv.errors import UserError
 from tersekv.hf.cache import CompressedCache
+from tersekv.hf.layer import CompressedLayer
 from tersekv.hf.stored import StoredFile
 from tersekv.models.fingerprint import fingerprint
 from tersekv.storage import codec
@@ -112,6 +113,25 @@ def test_it_loads_into_any_recipe(stored, recipe):
         out = model(prompt(3, seed=1), past_key_values=loaded)
     assert out.logits.isfinite().all()
     assert loaded.get_seq_length() == TOKENS + 3
+
+
+def test_tokens_that_a_window_has_evicted_are_like_the_others(stored, monkeypatch):
+    """The file lacks them, and no codec may be fitted on zeros in their place."""
+    model, cache, path = stored
+    cache.save(path, prompt(TOKENS), storage=8)
+    given, append = {}, CompressedLayer.append
+    monkeypatch.setattr(CompressedLayer, "append", lambda x, *new: (given.setdefault(x.index, new), append(x, *new))[1])
+    loaded = CompressedCache.load(path, model, recipe="exact")
+    for index, layer in enumerate(loaded.layers):
+        keys, values = given[index]
+        missing = TOKENS - cache.layers[index].store.decoded(torch.float32)[0].shape[2]
+        own = values[:, :, missing:]
+        assert torch.equal(values[:, :, :missing], own[:, :, torch.arange(missing) % own.shape[2]])
+        cos, sin = loaded.ropes.known(index).angles(0, TOKENS).cos_sin()
+        plain = loaded.ropes.known(index).invert(keys, cos, sin)
+        own = plain[:, :, missing:]
+        torch.testing.assert_close(plain[:, :, :missing], own[:, :, torch.arange(missing) % own.shape[2]])
+        assert layer.store.num_tokens == TOKENS
 
 
 def test_pieces_follow_each_other(stored, monkeypatch):

@@ -23,12 +23,13 @@ from tersekv.cache.parallel import HeadShard
 from tersekv.cache.placement import Placement
 from tersekv.cache.schema import per_row, positions, require, whole
 from tersekv.cache.segments import ExactSegment, WeightedSegment
-from tersekv.cache.slots import POSITIONS, Slots, in_front
+from tersekv.cache.slots import POSITIONS, Slots, in_front, in_turn
 from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.cache.tier import Tier
 from tersekv.errors import CacheError, UserError
 from tersekv.policies.base import PROMPT_TOKENS, Selection
 from tersekv.recipe import LayerPlan
+from tersekv.tensors import gathered
 from tersekv.transforms.rope import Angles, Rope
 
 UNREADABLE = (
@@ -346,10 +347,14 @@ class HeadTokens(Stateful, ABC):
         tier.give_back(most)
 
     def _fit(self, tier: Tier, samples: Sequence[Tensor], at: Tensor) -> None:
-        """Fit the codecs that need the prompt and have not been fitted, see `_pack`."""
+        """Fit the codecs that need the prompt and have not been fitted, see `_pack`. Position −1: padding, or none."""
+        if all(side.codec.needs_fit != "prompt" for side in tier.sides):
+            return
+        order = in_turn(at >= 0)
         for i, (side, x) in enumerate(zip(tier.sides, samples, strict=True)):
             if side.codec.needs_fit == "prompt":
-                tokens = Tokens(x, None if i or not x.shape[2] else self.angles(at))
+                angles = None if i or not x.shape[2] else self.angles(at.gather(2, order))
+                tokens = Tokens(gathered(x, order), angles)
                 side.codec = coding.fitted(side.codec, [tokens], heads=self.heads)
 
     # ------------------------------------------------------------------ changing

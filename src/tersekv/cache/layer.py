@@ -329,16 +329,16 @@ class LayerStore(Store):
         removed, back = self.placement.crop(n)
         self._pages, self.room = None, 0
         self.recent.drop_back(gone)
-        if self.num_tokens == 0:
-            for tier in self.tiers:
-                tier.restart([self.plan.keys, self.plan.values])  # to be fitted on the next prompt
-        elif removed:
+        if removed and self.num_tokens:
             removed = min(removed, self.keys.packed.tokens)  # others may hold some
             if back:
                 first = self.keys.packed.tokens - removed
                 self.recent.append([view.decode()[:, :, :back] for view in self.views(0, first, removed)])
             for side in self.sides:
                 side.packed.drop_back(removed // side.packed.layout.block_tokens)
+        if not self.num_tokens or not (self.placement.packed or self.chosen):
+            for tier in self.tiers:
+                tier.restart([self.plan.keys, self.plan.values])  # to be fitted on the next prompt
         for indexer in self.indexer:
             indexer.drop_back(max(0, indexer.tokens - self.num_tokens))
         if self.sinks.tokens > self.placement.sinks:

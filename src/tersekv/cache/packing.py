@@ -16,6 +16,7 @@ from tersekv.cache.packed_side import Ahead, Encoded, PackedSide
 from tersekv.cache.pages import blank
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.ranked_tokens import OfTier
+from tersekv.cache.slots import in_turn
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.layouts.base import PackedTensors
@@ -67,7 +68,7 @@ def encoded_side(
         log.debug("fitting %s to a prompt of %d tokens", codecs[0].label, old.shape[2] + x.shape[2])
         waiting = torch.cat([old, x], dim=2) if old.shape[2] else x
         sinks = torch.cat([store.sinks.data[side], sinks], dim=2)
-        codecs[0] = _fitted(store, side, codecs[0], sinks, waiting, call.place, loss)
+        codecs[0] = _fitted(store, side, codecs[0], sinks, waiting, call, loss)
         codecs[1:] = [codecs[0].at_rate(packed.bits) for packed in sides[1:]]
     log.debug("packing %d tokens with %s", call.leave, codecs[0].label)
     if call.tiers is not None:
@@ -263,16 +264,24 @@ def _consecutive(
 
 
 def _fitted(
-    store: Store, side: int, codec: Codec, sinks: Tensor, x: Tensor, place: int, loss: TokenLoss | None
+    store: Store, side: int, codec: Codec, sinks: Tensor, x: Tensor, call: Packing, loss: TokenLoss | None
 ) -> Codec:
-    """Return the codec fitted on the prompt. x: the tokens from `place` on."""
-    stretches = coding.fit_stretches(x.shape[2])
+    """Return the codec fitted on the prompt. x: the tokens from `call.place` on."""
+    place, stretches = call.place, coding.fit_stretches(x.shape[2])
     if loss is None and codec.observes:
         log.debug("no queries were observed: all tokens of the prompt have the same weight in the fit")
     elif loss is not None:  # few tokens may have most of the weight: none is left out
         loss, stretches = loss.tokens(place), list(coding.chunks(0, x.shape[2], 1, x))
     rotary = None if side else store.rotary
-    if loss is None and len(stretches) > 1 and rotary is not None and not rotary.rope.varies and rotary.padding is None:
+    if call.hidden is not None:
+        at = torch.arange(place, place + x.shape[2], device=x.device)
+        shown = in_turn(at >= call.hidden.to(x.device)[:, None, None]).expand(x.shape[:3])
+        loss = loss and loss._replace(weights=loss.weights.gather(2, shown))
+        each = (shown[:, :, start:stop] for start, stop in stretches)
+        parts = [Tokens(gathered(x, own), None if rotary is None else rotary.at(place + own[:, :1])) for own in each]
+    elif (
+        loss is None and len(stretches) > 1 and rotary is not None and not rotary.rope.varies and rotary.padding is None
+    ):
         places = torch.cat([torch.arange(place + start, place + stop) for start, stop in stretches])
         kept = torch.cat([x[:, :, start:stop] for start, stop in stretches], dim=2)
         parts = [Tokens(kept, rotary.at(places.to(x.device)))]

@@ -210,3 +210,10 @@ def in_front(mask: Tensor, n: int | None = None) -> Tensor:
     n: the most that a head has in the mask, if not given.
     """
     return (~mask).int().argsort(dim=-1, stable=True)[:, :, : int(mask.sum(-1).max()) if n is None else n]
+
+
+def in_turn(mask: Tensor) -> Tensor:
+    """Return indices [B, H, T] of the slots in a mask [B, H, T], in turn until there are T. Without any: of all."""
+    order, tokens = in_front(mask, mask.shape[2]), mask.sum(-1, keepdim=True)
+    at = torch.arange(mask.shape[2], device=mask.device)
+    return order.gather(2, at % torch.where(tokens > 0, tokens, mask.shape[2]).clamp(min=1))

@@ -279,7 +279,7 @@ class StoredFile:
     def fill(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield a layer's index, and keys and values [1, H, n, D] of its next tokens, until each layer has all.
 
-        Tokens out of a sliding window are 0.
+        For tokens out of a sliding window it repeats others, so that no codec is fitted on zeros.
 
         Raises:
             UserError: bytes are not those of tokens.
@@ -340,18 +340,24 @@ class StoredFile:
         exact: first tokens [H, n, D] of the layer, in the first piece. coded: see `_components`.
         """
         layers, width, D = self.layers, self.layers.widths[side], self.layers.dims[side]
-        parts, span = [], layers.spans[group]
-        if exact is not None:
-            parts = [exact.new_zeros((1, len(exact), span.first, D), dtype=self.dtype), exact[None].to(self.dtype)]
+        parts, index = [] if exact is None else [exact[None].to(self.dtype)], layers.groups[group][place]
+        rope = layers.cache.ropes.known(index) or NO_ROPE
         if coded is not None:
             at, components = coded
             flat = components.vectors(self.bases[group, side], place * width, (place + 1) * width)
             x = flat.unflatten(1, (-1, D)).transpose(0, 1)[None]
             if side == "keys":
-                index = layers.groups[group][place]
-                x = (layers.cache.ropes.known(index) or NO_ROPE).apply(x, *layers.cos_sin(index, at, len(flat)))
+                x = rope.apply(x, *layers.cos_sin(index, at, len(flat)))
             parts.append(x.to(self.dtype))
-        return torch.cat(parts, dim=2)
+        x, first = torch.cat(parts, dim=2), layers.spans[group].first
+        if exact is None or not first:
+            return x
+        order = torch.arange(first) % x.shape[2]
+        if side == "values":
+            return torch.cat([x[:, :, order], x], dim=2)
+        plain = rope.invert(x.float(), *layers.cos_sin(index, first, x.shape[2]))
+        before = rope.apply(plain[:, :, order], *layers.cos_sin(index, 0, first))
+        return torch.cat([before.to(self.dtype), x], dim=2)
 
 
 def fill(cache: ModelCache, said: Mapping[str, Any], tensors: Mapping[str, Tensor], device: torch.device) -> None:
