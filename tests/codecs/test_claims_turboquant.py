@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import weakref
 
 import numpy as np
 import pytest
@@ -240,3 +241,17 @@ def test_head_dim_that_has_no_quarter():
         UserError, match="needs a head dim that is a multiple of 4 and at least 12, got 30; use whole bits"
     ):
         TurboQuant(2.5).layout(30)
+
+
+def test_pages_share_a_map_of_heads_which_is_not_kept():
+    """Making it takes longer than attention to a page, and it is large beside the packed tokens of a short text."""
+    x = torch.randn(1, 4, 64, 32, generator=torch.Generator().manual_seed(0))
+    codec = TurboQuant(2.5, side="keys").fit(x)
+    planes = codec.encode(x)
+    first, second = codec.view(planes, 32), codec.view(planes, 32)
+    assert first.rotation is second.rotation
+    other = dataclasses.replace(codec, seed=1)
+    assert not torch.equal(other.view(codec.encode(x), 32).rotation, first.rotation)
+    kept = weakref.ref(first.rotation)
+    del first, second
+    assert kept() is None

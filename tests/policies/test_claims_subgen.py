@@ -240,6 +240,28 @@ def test_nothing_overflows(size, recent):
         assert out.norm(dim=-1).max() <= values.norm(dim=-1).max() * 1.0001
 
 
+def test_a_generated_value_may_be_longer_than_those_of_the_prompt():
+    keys, values = (torch.randn(1, 2, 305, 8, generator=random(seed)) for seed in (8, 9))
+    keys[:, :, -1] *= 5
+    values[:, :, 300:] *= 50
+    store = LayerStore(
+        Recipe.parse("subgen:variant=stream,recent=32,budget=80+exact:dtype=fp32").plan(0, 1), keys, values
+    )
+    for start, stop in [(0, 300), *((i, i + 1) for i in range(300, 305))]:
+        store.append(keys[:, :, start:stop], values[:, :, start:stop])
+    query = torch.nn.functional.normalize(keys[:, :, -1:], dim=-1).repeat_interleave(2, 1) * 1e4
+    out = attend_store(store, AttentionCall(query, None, 1.0))
+    torch.testing.assert_close(out.squeeze(1), values[:, :, -1].repeat_interleave(2, 1), atol=0.3, rtol=0.02)
+
+
+def test_a_first_call_that_is_too_short_for_the_budget_of_later_ones_is_said():
+    keys = torch.randn(1, 2, 4040, 8, generator=random(3))
+    store = LayerStore(Recipe.parse("subgen:variant=stream,recent=8+exact").plan(0, 1), keys, keys)
+    store.append(keys[:, :, :40], keys[:, :, :40])
+    with pytest.warns(UserWarning, match="has 1 samples of values, which its first call .* 4,040 tokens has 499"):
+        store.append(keys[:, :, 40:], keys[:, :, 40:])
+
+
 def test_all_values_zero():
     keys = torch.randn(1, 2, 100, 8, generator=random(7))
     store = LayerStore(Recipe.parse("subgen:variant=stream,recent=8+exact").plan(0, 1), keys, keys * 0)

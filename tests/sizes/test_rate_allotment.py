@@ -301,6 +301,15 @@ def test_estimate_is_near_what_is_held(llama, tmp_path):
     assert cache.footprint().total_bytes == pytest.approx(predicted, rel=0.01)
 
 
+@pytest.mark.parametrize(("bits", "kind"), [(3, "Trellis"), (3.5, "Uniform"), (5, "Uniform"), (6, "Trellis")])
+def test_a_short_window_gets_the_bits_that_were_asked_for(bits, kind):
+    """Integers of 4 bits have no place where fewer or more were asked for."""
+    plan = Recipe.parse(f"trellis:bits={bits},calibration=prompt").plan(0, 1).in_layer(4096, 128, 64, 64)
+    for codec in (plan.keys, plan.values):
+        assert type(codec).__name__ == kind
+        assert kind == "Uniform" or codec.bits == bits
+
+
 def test_layers_with_a_window_and_wide_heads_get_more_bits():
     """One rate for few tokens cannot follow the attention, and wide heads lose facts at low rates."""
     plan = Recipe.parse("small").plan(0, 2)

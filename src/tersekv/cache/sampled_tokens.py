@@ -10,6 +10,7 @@ token is held once, packed as usual, and removed when no slot refers to it.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -95,6 +96,11 @@ def counts(positions: Tensor, slots: Tensor) -> Tensor:
 def _clusters(kept: SampledTokens) -> Check:
     return optional(Clusters.schema(kept.recent.keys, kept.subgen.slots, limited=not kept.subgen.delta))
 
+
+OUTGROWN = (
+    "subgen:variant=stream has {} samples of values, which its first call was given; the budget for {:,} tokens has "
+    "{}: read a long prompt in one call, or give budget as a number of tokens"
+)
 
 SAMPLED = {
     **SELECTIVE,
@@ -193,7 +199,7 @@ class SampledTokens(HeadTokens):
         if bool(sinks.any()):
             self.loose[2].take(leaving, positions, sinks, {})
         positions = positions.masked_fill(sinks, -1)
-        self._size()
+        self._size(prompt)
         for start in range(0, leave, BLOCK_TOKENS):
             block = slice(start, min(leave, start + BLOCK_TOKENS))
             self._sketch([x[:, :, block] for x in leaving], positions[:, :, block])
@@ -201,11 +207,14 @@ class SampledTokens(HeadTokens):
             self._pack(tier, loose, loose.slots.alive, leaving[: len(tier.sides)], positions)
         self._weigh()
 
-    def _size(self) -> None:
+    def _size(self, prompt: bool) -> None:
         """Set the sizes of the sketches, which depend on the first prompt."""
-        if self.reservoir is None:
-            policy = self.subgen
-            s, m = policy.sizes(int(self.budget.max()))
+        policy = self.subgen
+        s, m = policy.sizes(int(self.budget.max()))
+        if self.reservoir is not None:
+            if prompt and s > 2 * (held := self.reservoir.slots.shape[2]):
+                warnings.warn(OUTGROWN.format(held, self.num_tokens, s), stacklevel=2)
+        else:
             self.reservoir = Reservoir.empty(self.batch_size, self.kv_heads, s, self.device)
             self.clusters = Clusters.empty(self.recent.keys, policy.slots, policy.delta, None if policy.delta else m)
 

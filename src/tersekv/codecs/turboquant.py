@@ -29,11 +29,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from tersekv.codecs.base import (
     Method,
@@ -61,6 +64,9 @@ OUTLIER_SHARE = 4
 """One of this many channels is an outlier if bits are fractional (32 of 128 in the paper)."""
 
 SKETCH_SEED_OFFSET = 104_729
+
+_IN_USE: MutableMapping[Tensor, MutableMapping[tuple[int, str, int, str], Tensor]] = WeakIdKeyDictionary()
+"""Maps of heads that some view has, by the channels they were made of and the other options."""
 
 TOO_LARGE = "keep that layer exact: put ;LAYER=exact:dtype=bf16 after the recipe"
 
@@ -206,16 +212,26 @@ class TurboQuant(OutlierChannels):
         return jl_sketch(part.dim, part.dim, self.seed + SKETCH_SEED_OFFSET, self.orthogonal, device)
 
     def _matrix(self, head_dim: int, device: str) -> Tensor:
-        """Return the orthogonal map before coding: [D, D], or [B, H, D, D] if heads differ."""
+        """Return the orthogonal map before coding: [D, D], or [B, H, D, D] if heads differ.
+
+        That of heads takes too much memory to be kept. Pages that are read together share it.
+        """
         if self.fits_on is None:
             return random_rotation(head_dim, self.seed, self.rotation, device)
+        key = self.seed, self.rotation, head_dim, device
+        known = _IN_USE.setdefault(self.fitted["channels"], WeakValueDictionary())
+        if (matrix := known.get(key)) is None:
+            matrix = known[key] = self._matrix_of_heads(head_dim, device)
+        return matrix
+
+    def _matrix_of_heads(self, head_dim: int, device: str) -> Tensor:
         blocks = split_rotation(head_dim // OUTLIER_SHARE, head_dim, self.seed, self.rotation, device)
         channels = self.fitted["channels"].long()
         others = torch.ones((*channels.shape[:-1], head_dim), dtype=torch.bool, device=channels.device)
         others.scatter_(-1, channels, False)
         rest = others.nonzero()[:, -1].view(*channels.shape[:-1], -1)
         place = torch.cat([channels, rest], -1).argsort(-1)  # place of each channel among the parts
-        return blocks[:, place].permute(1, 2, 0, 3)
+        return blocks.T[place].mT
 
     def view(self, planes: PackedTensors, head_dim: int) -> View:
         """Return the view of the parts' channels, concatenated, with the rotation."""

@@ -32,13 +32,14 @@ def chosen(bits: float, held: int, head_dim: int) -> tuple[Literal["auto", "chan
 
     A layer that holds fewer than VECTORS_PER_CHANNEL tokens per channel gets integers in groups, as `kivi`
     has them. Rates below LEAST_CHOSEN stay what they are: such a layer, and one with heads of WIDE channels,
-    keeps its channels.
+    keeps its channels. So does a layer with more than INTEGER_BITS + 1 bits, which integers would lose.
 
     bits: of the recipe. held: tokens that the layer is expected to hold.
     """
     wide = head_dim >= WIDE
     if held < VECTORS_PER_CHANNEL[wide] * head_dim or (wide and bits < LEAST_CHOSEN):
-        return ("channels", bits) if bits < LEAST_CHOSEN else ("integers", INTEGER_BITS)
+        integers = LEAST_CHOSEN <= bits <= INTEGER_BITS + 1
+        return ("integers", INTEGER_BITS) if integers else ("channels", bits)
     return "auto", max(bits, INTEGER_BITS) if wide else bits
 
 
