@@ -256,7 +256,7 @@ def test_weights_that_are_elsewhere_until_a_module_is_called(models):
 
 def test_what_cannot_work_is_refused(models):
     config = models["deepseek_v3"].config
-    for recipe in ("h2o+kivi:bits=4", "mixed+kivi:bits=4", "window:bias_correction=full+kivi:bits=4"):
+    for recipe in ("h2o+kivi:bits=4", "mixed+kivi:bits=4", "window:bias_correction=full+kivi:bits=4", "small"):
         with pytest.raises(UserError, match="its cache holds one latent per token for all heads"):
             tersekv.CompressedCache(config, recipe)
     for recipe in ("trellis:bits=3", "oscar", "kvquant:bits=3"):

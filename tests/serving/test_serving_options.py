@@ -135,6 +135,11 @@ def test_layers_that_cannot_be_packed(change, words):
         ("parallel_config", {"prefill_context_parallel_size": 2}, "context parallelism"),
         ("speculative_config", {"enable_adaptive_verification": True, "num_speculative_tokens": 3}, "adaptive verif"),
         ("speculative_config", {"enable_adaptive_verification": False, "num_speculative_tokens": 31}, "more than 30"),
+        (
+            "speculative_config",
+            {"uses_draft_kv_cache": lambda: True, "enable_adaptive_verification": False, "num_speculative_tokens": 3},
+            "drafts with a cache of their own",
+        ),
         ("kv_transfer_config", {}, "a KV connector"),
     ],
 )

@@ -266,6 +266,19 @@ def test_tokens_that_are_taken_back_leave_no_trace(backend):
     assert all(torch.equal(a, b) for a, b in zip(outs[:3], outs[3:], strict=True))
 
 
+def test_speculation_keeps_one_full_page_of_a_request():
+    """Not all of its text, which lies there as exact copies."""
+    table, rows = torch.arange(200, dtype=torch.int32)[None], Rows(512, keeps_full=True)
+    seen = 0
+    for n in (40, 1, *[3, 1, 4] * 400):
+        seen += n
+        EngineStep.plan([0, n], [seen], table, 32, rows)
+    assert seen > 3000
+    assert len(rows) <= 3
+    step = EngineStep.plan([0, 5], [seen - 2], table, 32, rows)  # some guesses were wrong
+    assert step.singles is None or len(rows) <= 3
+
+
 def pages(*numbers: int) -> np.ndarray:
     return np.array(numbers, np.int64)
 

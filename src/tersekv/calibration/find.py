@@ -100,7 +100,7 @@ def calibration_for(
 
 def check_allotment(recipe: Recipe, config: PreTrainedConfig) -> None:
     """Raise UserError if the layers of a recipe cannot get rates of their own, whatever is measured."""
-    if not recipe.policy().allots:
+    if not recipe.policy().allots or cache_shape(config).latent:  # of latents there is one head; the cache refuses
         return
     kinds, shape = attention_layers(text_config(config)), cache_shape(config)
     plans = {i: plan for i, plan in attention_plans(recipe, config).items() if kinds[i].window is None}

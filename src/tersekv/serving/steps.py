@@ -40,7 +40,7 @@ class Rows:
     """Rows of the exact copies of pages that are being filled.
 
     most: number of rows above which idle ones are reused.
-    keeps_full: keep the row of a full page, because its last tokens may be taken back (speculation).
+    keeps_full: keep the row of a request's latest full page, whose last tokens may be taken back (speculation).
     """
 
     def __init__(self, most: int, keeps_full: bool = False) -> None:
@@ -325,7 +325,10 @@ class EngineStep:
             starting = np.flatnonzero(number == 0)
             sinks = _tensor(starting), _tensor(rows.sinks.take(page[starting]))
             full = Full(_tensor(tokens), _tensor(old_row[completed]), _tensor(blocks), _tensor(places), sinks)
-            if not rows.keeps_full:
+            if rows.keeps_full:  # but not of the page before: fewer tokens are taken back than a page has
+                later = completed[begun[old][completed] > 0]
+                rows.release(table[old[later], begun[old][later] - 1].astype(np.int64))
+            else:
                 rows.release(old_page[completed])
 
         row = np.full(len(runs), -1)

@@ -225,6 +225,8 @@ class PackedImpl(AttentionImpl[PackedMetadata]):
         Raises:
             UserError: the recipe packs this layer, but the layer or engine does not support that.
         """
+        if self._pages is not None:  # the weights of a running engine are loaded again
+            return
         layers = self._vllm_config.compilation_config.static_forward_context
         name, layer = next((name, layer) for name, layer in layers.items() if getattr(layer, "impl", None) is self)
         self._choice = configured(self._vllm_config)

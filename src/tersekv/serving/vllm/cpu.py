@@ -76,10 +76,6 @@ class VllmDense:
         )  # fmt: skip
         return out
 
-    def release(self) -> None:
-        """Free the memory of unpacked tokens."""
-        self._plans.clear()
-
 
 class PackedBackend(ByRecipe, CPUAttentionBackend):
     """Backend of layers on a CPU."""

@@ -99,6 +99,7 @@ def why_not_engine(vllm_config: Any) -> str | None:
         "text read in both directions": model.is_mm_prefix_lm or vllm_config.attention_config.use_non_causal,
         "reference sliding windows": model.rswa_window is not None,
         "context parallelism": parallel.decode_context_parallel_size * parallel.prefill_context_parallel_size > 1,
+        "drafts with a cache of their own": getattr(guess, "uses_draft_kv_cache", lambda: False)(),
         "adaptive verification": guess is not None and guess.enable_adaptive_verification,
         f"more than {MOST_GUESSED} guessed tokens": guess is not None and guess.num_speculative_tokens > MOST_GUESSED,
     }
