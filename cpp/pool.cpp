@@ -186,6 +186,14 @@ void run_tasks(int64_t count, int threads, TaskFn fn, const void* context) {
   for (int64_t i = 0; i < count; i++) fn(context, i);
 }
 
+int mkl_threads() {
+  const auto set = torch_entries().set_mkl_threads;
+  if (!set) return 0;
+  const int now = set(0);
+  set(now);
+  return now;
+}
+
 void set_torch_threads(int team, int mkl) {
   const Torch& torch = torch_entries();
   if (torch.set_threads) torch.set_threads(team);

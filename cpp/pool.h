@@ -28,6 +28,9 @@ double team_worth_ns();
 // in the process). Nothing changes where torch has no such threads or they cannot be found.
 void set_torch_threads(int team, int mkl);
 
+// Return the number of threads of MKL's routines in the calling thread: 0 if it is that of the process, or without MKL.
+int mkl_threads();
+
 // Join the threads; a later call starts new ones.
 void shutdown_pool();
 

@@ -222,6 +222,7 @@ NB_MODULE(_native, m) {
   m.def("isa", [] { return std::string(current().name); }, "Instruction set in use.");
   m.def("isas", &py_isas, "(name, missing CPU features) per build of the kernels, best first.");
   m.def("set_isa", &set_isa, nb::arg("name"), "Use one instruction set, or `auto` for the best.");
+  m.def("mkl_threads", &mkl_threads, "The calling thread's number of threads in MKL, 0 for the process's.");
   m.def("set_torch_threads", &set_torch_threads, "Set the calling thread's number of threads in torch.");
   // Join the threads at exit, while the interpreter still exists: they must not outlive the code
   // that they run.

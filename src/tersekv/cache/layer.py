@@ -60,8 +60,8 @@ def layer_padding(store: Any, place: str) -> None:
         same = store.padding is None or store.padding.tolist() == padding.tolist()
         require(same, f"{place}.rotary.0.padding", "is not the layer's")
     if store.padding is not None and not store.deferred:
-        sinks = store.sinks.tokens
-        fits = (sinks > 0 or store.by_head) and int(store.padding.max()) + sinks <= store.num_tokens
+        sinks, packed = store.sinks.tokens, store.packed_tokens
+        fits = (sinks > 0 or store.by_head or not packed) and int(store.padding.max()) + sinks <= store.num_tokens
         require(fits, f"{place}.padding", f"leaves no room for {sinks} tokens of {store.num_tokens}")
 
 
@@ -208,21 +208,21 @@ class LayerStore(Store):
 
     def _keep(self, new: list[Tensor], padding: Tensor | None, observed: Observed) -> None:
         """Append tokens that all heads keep, and pack those that leave the recent window."""
-        n = new[0].shape[2]
+        n, most = new[0].shape[2], self.placement.most_sinks
         if self.deferred and padding is not None and int(padding.max()) > 0:
             self.padding = padding
         if self.rotary is not None:
             self.rotary.note(self.num_tokens, n, self.padding if self.deferred else None)
         if not self.deferred or self.padding is None:
             self._add(new, False, observed)
-        elif int(self.padding.max()) + max(1, self.placement.most_sinks) > self.num_tokens + n:
+        elif int(self.padding.max()) + max(1, most) > self.num_tokens + n:
             self.recent.append(new)  # a padded row cannot fill its sinks, or is empty
             self.placement.tokens += n
         else:  # start over with all tokens, as if they had come in one call
             new = [torch.cat(both, dim=2) for both in zip(self.recent.data, new, strict=True)]
-            new = [without_padding(x, self.padding, self.placement.most_sinks) for x in new]
-            self._add(new, True, observed)
-            self.padding = self.padding if self.placement.most_sinks else None
+            self._add([without_padding(x, self.padding, most) for x in new], True, observed)
+        if not (self.deferred or most) and self.packed_tokens:
+            self.padding = None  # until then a fit must not take what fills it
 
     def record_past(self, past: bool) -> None:
         """Let a sliding window evict tokens at a crop only, or not."""

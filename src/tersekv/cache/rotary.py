@@ -2,7 +2,7 @@
 
 A token's position is its place in the cache minus its row's padding. In some models the frequencies
 change with the sequence length. Keys then keep the frequencies of the call that added them. Each
-run of tokens with the same frequencies records the length at the time of its first call.
+run of tokens with the same frequencies records the longest row's length after its first call.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ROTARY = {
 def rotary_runs(rotary: Rotary, place: str) -> None:
     """Check that runs of tokens are consecutive and each is within its length."""
     rising = rotary.starts[:1] == [0] and all(a < b for a, b in itertools.pairwise(rotary.starts))
-    known = len(rotary.starts) == len(rotary.lengths) and all(map(operator.le, rotary.starts, rotary.lengths))
+    ends = [length + rotary._first for length in rotary.lengths]
+    known = len(rotary.starts) == len(ends) and all(map(operator.le, rotary.starts, ends))
     require(rising and known, place, "has starts and lengths that are not valid for runs of tokens")
 
 
@@ -62,18 +63,15 @@ class Rotary(Stateful):
             return
         at = bisect.bisect_left(self.starts, first)
         del self.starts[at:], self.lengths[at:]
-        if not at or self.rope.frequencies(self._length(at - 1)) != self.rope.frequencies(first + n - self._first):
+        length = first + n - self._first
+        if not at or self.rope.frequencies(self.lengths[at - 1]) != self.rope.frequencies(length):
             self.starts.append(first)
-            self.lengths.append(first + n)
+            self.lengths.append(length)
 
     @property
     def _first(self) -> int:
         """Place of the first token of the longest row, whose length gives the frequencies."""
         return 0 if self.padding is None else int(self.padding.min())
-
-    def _length(self, run: int) -> int:
-        """Return the length of the longest row when a run was added."""
-        return self.lengths[run] - self._first
 
     def _one(self, first: int, stop: int) -> Rope | None:
         """Return the RoPE of all tokens from place `first` to `stop`; None if it is not one, or has no table."""
@@ -82,7 +80,7 @@ class Rotary(Stateful):
         run = bisect.bisect_right(self.starts, first) - 1
         if run + 1 < len(self.starts) and self.starts[run + 1] < stop:
             return None
-        rope = self.rope.at_length(self._length(run))
+        rope = self.rope.at_length(self.lengths[run])
         return None if rope.varies else rope
 
     def angles(self, first: int, n: int, device: torch.device, own_sinks: bool = False) -> Angles:
@@ -107,7 +105,7 @@ class Rotary(Stateful):
             run = bisect.bisect_right(self.starts, place) - 1
             stop = self.starts[run + 1] if run + 1 < len(self.starts) else first + n
             stop = min(stop, first + n)
-            parts.append(self.rope.cos_sin(place - padding, stop - place, self._length(run), device))
+            parts.append(self.rope.cos_sin(place - padding, stop - place, self.lengths[run], device))
             place = stop
         cos, sin = (torch.cat(pieces) for pieces in zip(*parts, strict=True))
         return cos, sin

@@ -41,8 +41,8 @@ class Store(Stateful):
     latent: see `LayerPlan`. Then the sides hold latents and rotated keys, which segments join.
     indexer: keys by which an indexer of the model chooses tokens, which stay exact; none, or one object.
     placement: which tokens are exact, packed or evicted.
-    padding: int64 [B], leading positions of rows without a token, while rows have sinks of their own, or if heads
-        differ; or None.
+    padding: int64 [B], leading positions of rows without a token, while rows have sinks of their own or nothing is
+        packed, or if heads differ; or None.
     flush_tokens: number of tokens that are packed together.
     heads: this process's heads under tensor parallelism, or None.
     rotary: RoPE angles of the keys, if they are packed without RoPE and all heads hold the same.

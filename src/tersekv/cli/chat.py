@@ -188,10 +188,8 @@ class Chat:
         output.stream("\n")
         if new or not stop.is_set():
             self.turns.ids = [*ids[0].tolist(), *new]
-        elif self.turns.ids:  # chunks of the question may have been read
-            self.cache.keep_common(ids[:, : len(self.turns.ids)])
-        else:
-            self.cache.reset()
+        elif self.cache.get_seq_length() > len(self.turns.ids):  # chunks of the question were read
+            self.cache.keep_common(ids[:, : max(1, len(self.turns.ids))])
 
     def reset(self) -> None:
         """Start over, with an empty cache of the same recipe."""

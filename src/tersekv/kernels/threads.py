@@ -39,10 +39,10 @@ def one_thread(elements: int) -> Iterator[None]:
         yield
         return
     native = cpu.loaded()
-    _outer.threads = before
+    _outer.threads, mkl = before, native.mkl_threads()
     try:
         native.set_torch_threads(1, 1)
         yield
     finally:
-        native.set_torch_threads(before, 0)
+        native.set_torch_threads(before, mkl)
         _outer.threads = None

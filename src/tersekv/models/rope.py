@@ -23,6 +23,8 @@ from tersekv.versions import cache_name
 
 T = TypeVar("T")
 LENGTH_DEPENDENT = ("dynamic", "longrope")
+FAR = 1 << 24
+"""Position beyond the context of any model."""
 BY_LAYER = ("no_rope_layers", "layer_rope_theta")
 """Config fields with one entry per layer, which is 0 if the layer has no RoPE."""
 NOT_TEXT = ("Vision", "Audio")
@@ -180,7 +182,8 @@ class Ropes:
         key = self._key, kind
         made = built.pop(key, None)
         if made is None:
-            made = make()
+            with torch.device("cpu"):
+                made = make()
         built[key] = made  # the last one, so that the one used longest ago comes first
         if len(built) > MOST_BUILT:
             built.pop(next(iter(built)), None)
@@ -200,7 +203,15 @@ class Ropes:
         varies = (parameters or {}).get("rope_type") in LENGTH_DEPENDENT
         once = made(config)
         extra = {} if kind is None else {"layer_type": kind}
-        x = torch.zeros(1, dtype=torch.float32)
+        x, plain = torch.zeros(1, dtype=torch.float32), inspect.unwrap(made.forward)
+
+        def ignores_length() -> bool:
+            """True if the embedding's own code, without the wrapper that sets frequencies, ignores the last position."""
+            far, both = made(config), torch.tensor([[1, FAR]])
+            whole = far(x, both, **extra)[0]
+            return torch.equal(whole[:, :1], plain(far, x, both[:, :1], **extra)[0])
+
+        alone = varies and plain is not made.forward and ignores_length()
 
         def cos_sin(positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
             if not varies:
@@ -209,7 +220,7 @@ class Ropes:
             # an embedding takes the length from the last position; a used one keeps the frequencies of longer texts
             embedding, last = made(config), torch.tensor([[max(length, 1) - 1]])
             embedding(x, last, **extra)
-            if (plain := inspect.unwrap(made.forward)) is not made.forward:  # does not look at the length
+            if alone:
                 cos, sin = plain(embedding, x, positions[None], **extra)
                 return cos[0], sin[0]
             cos, sin = embedding(x, torch.cat([positions[None], last], 1), **extra)

@@ -328,6 +328,7 @@ class EngineStep:
             if rows.keeps_full:  # but not of the page before: fewer tokens are taken back than a page has
                 later = completed[begun[old][completed] > 0]
                 rows.release(table[old[later], begun[old][later] - 1].astype(np.int64))
+                rows.release(old_page[completed[seen[old][completed] >= (begun[old][completed] + 2) * p]])
             else:
                 rows.release(old_page[completed])
 

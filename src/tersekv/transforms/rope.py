@@ -76,17 +76,17 @@ class Rope:
     def forget(self) -> None:
         """Free the cosines and sines that are kept between layers."""
         self._kept.clear()
-        for rope in self._at.values():
+        for rope in list(self._at.values()):
             rope.forget()
 
     def frequencies(self, length: int) -> bytes:
         """Return what is equal for two lengths of the sequence exactly if their frequencies are."""
         if not self.varies:
             return b""
-        if length not in self._lengths:
+        if (known := self._lengths.get(length)) is None:
             known = torch.cat(self._made(torch.ones(1, dtype=torch.int64), length)).numpy().tobytes()
             _keep(self._lengths, length, known, MOST_LENGTHS)
-        return self._lengths[length]
+        return known
 
     def at_length(self, length: int) -> Rope:
         """Return the RoPE of a sequence of this length, one object for all lengths with the same frequencies.
@@ -96,12 +96,13 @@ class Rope:
         if not self.varies:
             return self
         known = self.frequencies(length)
-        if known not in self._at:
+        if (rope := self._at.get(known)) is None:
             rope = Rope(lambda positions, _: self._cos_sin(positions, length), self._apply)
             rope._unique, rope._channels = self._columns(), self._channels
-            rope.varies = not rope.is_proportional(torch.tensor([1, length // 2, max(length, 1) - 1]), self, length)
+            at = torch.tensor([1, length // 2, max(length, 1) - 1], device="cpu")
+            rope.varies = not rope.is_proportional(at, self, length)
             _keep(self._at, known, rope, MOST_FREQUENCIES)
-        return self._at[known]
+        return rope
 
     def angles(self, first: int, n: int, padding: Tensor | None = None, device: torch.device | str = "cpu") -> Angles:
         """Return the angles of n tokens from position `first` on, for RoPE that does not vary.
@@ -160,7 +161,7 @@ class Rope:
         """Return the table of `rope_table.py`, one per device for all layers with this RoPE."""
         if device not in self._tables:
             first, _ = self._columns()
-            made = rope_table(*(x[:, first] for x in self._made(table_positions(), 1)))
+            made = rope_table(*(x[:, first] for x in self._made(table_positions(), self._longest)))
             self._tables[device] = made.to(device)
         return self._tables[device]
 
@@ -170,14 +171,19 @@ class Rope:
         at: positions that are compared, by default some up to 70,000. of: RoPE that has the right angles for a sequence
             of this length, by default this one.
         """
-        positions = torch.tensor([1, 77, 4097, 70_000]) if at is None else at
+        positions = torch.tensor([1, 77, 4097, 70_000], device="cpu") if at is None else at
         ours, theirs = self.angles_at(positions).cos_sin(), (of or self)._made(positions, length)
         size = float(torch.hypot(*theirs).amax())
         return all(torch.allclose(x[0], y, rtol=0, atol=PROPORTIONAL * size) for x, y in zip(ours, theirs, strict=True))
 
+    @property
+    def _longest(self) -> int:
+        """Length whose frequencies a table has: any, or that of the longest text if it matters."""
+        return MAX_POSITION if self.varies else 1
+
     def _made(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        with torch.inference_mode(False), torch.no_grad():
-            cos, sin = self._cos_sin(positions, length)
+        with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
+            cos, sin = self._cos_sin(positions.cpu(), length)
             return cos.float().cpu(), sin.float().cpu()
 
     def _columns(self) -> tuple[Tensor, Tensor]:
@@ -215,7 +221,7 @@ class Rope:
 
     def _first_positions(self, n: int) -> tuple[Tensor, Tensor]:
         first, _ = self._columns()
-        cos, sin = self._made(torch.arange(n), 1)
+        cos, sin = self._made(torch.arange(n), self._longest)
         return cos[:, first], sin[:, first]
 
     def tables(self, device: torch.device, stepped: bool = False, int16_channels: int = 0) -> list[Tensor]:
@@ -226,7 +232,7 @@ class Rope:
         """
         kept = [*self._columns()]
         if self.varies:  # these share the columns
-            return kept + [t for of in self._at.values() for t in of.tables(device, stepped, int16_channels)[2:]]
+            return kept + [t for of in list(self._at.values()) for t in of.tables(device, stepped, int16_channels)[2:]]
         kept.append(self.table(device))
         if stepped and device.type == "cpu":
             kept += self.offset_table()
@@ -312,7 +318,7 @@ class Rope:
 def _keep(known: dict[Any, Any], key: Any, value: Any, most: int) -> None:
     """Add a value under a new key, in place of the oldest one if there are `most`."""
     if len(known) >= most:
-        known.pop(next(iter(known)), None)
+        known.pop(next(iter(list(known)), None), None)
     known[key] = value
 
 
