@@ -11,6 +11,7 @@ import torch
 
 from tersekv.cache import packing
 from tersekv.cache.layer import LayerStore
+from tersekv.kernels import cpu
 from tersekv.kernels.threads import FEW_ELEMENTS, one_thread, threads
 from tersekv.recipe import Recipe
 
@@ -45,6 +46,18 @@ def test_few_elements_get_one_thread_and_kernels_keep_theirs() -> None:
     with pytest.raises(ZeroDivisionError), one_thread(1):
         raise ZeroDivisionError
     assert (torch.get_num_threads(), threads()) == (2, 2)
+
+
+@pytest.mark.usefixtures("two")
+def test_mkl_keeps_its_own_number() -> None:
+    native = cpu.loaded()
+    before = native.mkl_threads()
+    native.set_torch_threads(2, 3)
+    wanted = native.mkl_threads()  # 0 without MKL
+    with one_thread(1):
+        assert native.mkl_threads() == min(1, wanted)
+    assert native.mkl_threads() == wanted
+    native.set_torch_threads(2, before)
 
 
 @pytest.mark.usefixtures("two")

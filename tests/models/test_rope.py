@@ -132,8 +132,40 @@ def test_generated_tokens_share_a_run_until_the_frequencies_change(parameters, p
     places = torch.tensor([80, 13, 65, 12])
     got = torch.stack(rotary.at(places.expand(len(padding), 1, -1)).cos_sin())
     torch.testing.assert_close(got.flatten(1, -3), wanted[:, :, places], atol=1e-5, rtol=1e-4)
+    rotary.select(torch.tensor([len(padding) - 1]))  # keys keep the frequencies of the batch that they were added in
+    got = torch.stack(rotary.angles(0, 85, "cpu").cos_sin())
+    torch.testing.assert_close(got[:, 0], wanted[:, -1], atol=1e-5, rtol=1e-4)
     rotary.note(40, 1)  # after a crop
     assert rotary.starts == [0]
+
+
+def test_a_table_without_a_length_has_the_frequencies_of_long_texts():
+    """Policies that evict use it for all tokens."""
+    config = tf.LlamaConfig(**SHAPE | {"max_position_embeddings": 64}, **HEAD, rope_parameters=LONGROPE)
+    rope = Ropes(config, 32).of(0)
+    cos, sin = (x[0] for x in rope.angles_at(torch.arange(300)).cos_sin())
+    for x, y in zip((cos, sin), rope.cos_sin(0, 300, 300, "cpu"), strict=True):
+        torch.testing.assert_close(x, y, atol=1e-4, rtol=1e-4)
+
+
+def test_an_embedding_that_looks_at_the_length_itself():
+    """PhiMoE scales cosines by a factor that depends on the last position."""
+    parameters = LONGROPE | {"short_mscale": 1.0, "long_mscale": 1.3}
+    config = tf.PhimoeConfig(
+        **SHAPE | {"max_position_embeddings": 64}, **HEAD, num_local_experts=2, rope_parameters=parameters
+    )
+    rope = Ropes(config, 32).of(0)
+    assert rope.frequencies(30) == rope.frequencies(60) != rope.frequencies(100)
+    assert float(torch.hypot(*rope.cos_sin(5, 1, 100, "cpu"))[0, 0]) > 1.2
+
+
+def test_rope_is_made_on_the_cpu():
+    """Whatever device is the default, here and when it is used."""
+    config = llama("default").config
+    with torch.device("meta"):
+        rope = Ropes(tf.LlamaConfig(**SHAPE, **HEAD, rms_norm_eps=1e-4), 32).of(0)
+        assert rope.cos_sin(3, 2, 5, torch.device("cpu"))[0].device.type == "cpu"
+    assert Ropes(config, 32).of(0).angles_at(torch.tensor([1, 2])).cos_sin()[0].device.type == "cpu"
 
 
 def test_standard_rope_is_llamas():

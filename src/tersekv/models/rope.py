@@ -206,7 +206,7 @@ class Ropes:
         x, plain = torch.zeros(1, dtype=torch.float32), inspect.unwrap(made.forward)
 
         def ignores_length() -> bool:
-            """True if the embedding's own code, without the wrapper that sets frequencies, ignores the last position."""
+            """True if the embedding's own code, without the wrapper of frequencies, ignores the last position."""
             far, both = made(config), torch.tensor([[1, FAR]])
             whole = far(x, both, **extra)[0]
             return torch.equal(whole[:, :1], plain(far, x, both[:, :1], **extra)[0])

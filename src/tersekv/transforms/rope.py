@@ -84,7 +84,7 @@ class Rope:
         if not self.varies:
             return b""
         if (known := self._lengths.get(length)) is None:
-            known = torch.cat(self._made(torch.ones(1, dtype=torch.int64), length)).numpy().tobytes()
+            known = torch.cat(self._made(torch.ones(1, dtype=torch.int64, device="cpu"), length)).numpy().tobytes()
             _keep(self._lengths, length, known, MOST_LENGTHS)
         return known
 
@@ -142,7 +142,7 @@ class Rope:
             return cos[0], sin[0]
         found = self._kept.get((first, n, length))
         if found is None:
-            found = self._made(torch.arange(first, first + n), length)
+            found = self._made(torch.arange(first, first + n, device="cpu"), length)
             self._keep_between_layers((first, n, length), found)
         cos, sin = found
         return cos.to(device), sin.to(device)
@@ -183,7 +183,7 @@ class Rope:
 
     def _made(self, positions: Tensor, length: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
-            cos, sin = self._cos_sin(positions.cpu(), length)
+            cos, sin = self._cos_sin(positions, length)
             return cos.float().cpu(), sin.float().cpu()
 
     def _columns(self) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ class Rope:
 
     def _first_positions(self, n: int) -> tuple[Tensor, Tensor]:
         first, _ = self._columns()
-        cos, sin = self._made(torch.arange(n), self._longest)
+        cos, sin = self._made(torch.arange(n, device="cpu"), self._longest)
         return cos[:, first], sin[:, first]
 
     def tables(self, device: torch.device, stepped: bool = False, int16_channels: int = 0) -> list[Tensor]:

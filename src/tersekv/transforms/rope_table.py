@@ -22,7 +22,7 @@ def table_positions() -> Tensor:
     """Return the positions of the table's rows, int64 [DIGITS · BASE]: each digit times its power
     of 64.
     """
-    return (torch.arange(BASE) * BASE ** torch.arange(DIGITS)[:, None]).flatten()
+    return (torch.arange(BASE, device="cpu") * BASE ** torch.arange(DIGITS, device="cpu")[:, None]).flatten()
 
 
 def relative(cos: Tensor, sin: Tensor) -> Tensor:
