@@ -293,14 +293,11 @@ class _Reader:
         return results
 
     def longest(self) -> Tensor:
-        """Return the largest norm of a value, float32 [B, H], those of the window and of the chunk included."""
+        """Return the largest norm of a value, float32 [B, H], the chunk's own values included."""
         assert self.store is not None
         longest = self.store.longest_value
         assert longest is not None
-        for values in (self.store.recent.data[1], *(() if self.own is None else self.own[1:2])):
-            if values.shape[2]:
-                longest = torch.maximum(longest, values.float().norm(dim=-1).amax(-1))
-        return longest
+        return longest if self.own is None else torch.maximum(longest, self.own[1].float().norm(dim=-1).amax(-1))
 
     def packed(self, query: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return out and lse over the packed tokens, decoded block by block.

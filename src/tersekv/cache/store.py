@@ -322,7 +322,10 @@ class Store(Stateful):
     @property
     def longest_value(self) -> Tensor | None:
         """Largest norm of a value so far, float32 [B, H], if attention is an estimate, which it bounds."""
-        return self.chosen[0].longest if self.chosen else None
+        longest, window = self.chosen[0].longest if self.chosen else None, self.recent.data[1]
+        if longest is None or not window.shape[2]:
+            return longest
+        return torch.maximum(longest, window.float().norm(dim=-1).amax(-1))
 
     def decoded(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return keys and values of all tokens held as [B, H, n, D], in order of position.
