@@ -11,7 +11,7 @@ namespace tersekv {
 struct HeadMatrix {
   const float* dense = nullptr;  // [1 or B, 1 or H, D, D]
   int64_t dense_b = 0, dense_h = 0;
-  const uint8_t* codes = nullptr;  // [1 or B, H, 3·D²/4], D a multiple of 16
+  const uint8_t* codes = nullptr;  // [1 or B, H, 3·D²/4], D a multiple of 4
   int64_t codes_b = 0, codes_h = 0;
   Float type = Float::f32;
   const void* channels = nullptr;  // [1 or B, H, D]

@@ -24,12 +24,26 @@ inline void unpack(const uint8_t* codes, float* to) {
   }
 }
 
+// Return the entry of 6 bits at an index.
+inline float entry_at(const uint8_t* codes, int64_t index) {
+  const int64_t byte = index * 3 / 4;
+  const int low = index % 4 * 6 % 8;
+  const int bits = codes[byte] | (low > 2 ? codes[byte + 1] << 8 : 0);
+  return static_cast<float>((bits >> low & 63) - 32);
+}
+
 // Return a head's matrix [D, D], rows `width` floats apart, without the factors of its channels: the matrix itself, or
 // unpacked into w [D, width]. combine: its rows are those of the result, else its columns are.
 inline const float* unpack_matrix(const HeadMatrix& of, bool combine, int64_t b, int64_t h, int64_t D, int64_t width,
                                   float* w) {
-  if (of.codes) {  // D is a multiple of sixteen
+  if (of.codes) {
     const uint8_t* codes = of.codes + b * of.codes_b + h * of.codes_h;
+    if (D % kLanes) {
+      for (int64_t i = 0; i < D * width; i++) w[i] = 0.0f;
+      for (int64_t d = 0; d < D; d++)
+        for (int64_t c = 0; c < D; c++) w[combine ? d * width + c : c * width + d] = entry_at(codes, d * D + c);
+      return w;
+    }
     float block[kLanes * kLanes];
     for (int64_t d = 0; d < D; d += kLanes)
       for (int64_t c = 0; c < D; c += kLanes) {

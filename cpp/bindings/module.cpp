@@ -151,7 +151,7 @@ BasisProduct basis_call(nb::handle x, nb::handle codes, nb::handle channels, nb:
                scale = tensor_of("channels", channels, kFloats), to = tensor_of("out", out, kFloat32);
   if (vectors.dims != 4) throw nb::value_error("x: expected [B, H, R, D]");
   const int64_t B = vectors.shape[0], H = vectors.shape[1], R = vectors.shape[2], D = vectors.shape[3];
-  if (D % 16) throw NotTaken("x has " + std::to_string(D) + " channels, not a multiple of 16");
+  if (D % 4) throw NotTaken("x has " + std::to_string(D) + " channels, not a multiple of 4");
   expect("", "x", vectors, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
   expect("", "out", to, {{"B", B}, {"H", H}, {"R", R}, {"D", D}}, 0);
   expect("", "basis", c, {{"B", c.dims == 3 && c.shape[0] == 1 ? 1 : B}, {"H", H}, {"bytes", D * D * 3 / 4}}, 2);
@@ -176,6 +176,7 @@ void py_basis_product(nb::handle x, nb::handle codes, nb::handle channels, bool 
 
 void py_basis_components(nb::handle x, nb::handle codes, nb::handle channels, nb::handle out, int threads) {
   BasisProduct call = basis_call(x, codes, channels, out);
+  if (call.D % 16) throw NotTaken("x has " + std::to_string(call.D) + " channels, not a multiple of 16");
   call.invert = true;
   nb::gil_scoped_release release;
   multiply(call, threads);

@@ -60,7 +60,7 @@ HeadMatrix matrix_of(Owner& owner, nb::handle rotation, nb::handle basis, nb::ha
     }
   }
   if (const Tensor x = owner.keep_optional("basis", basis, kUint8); x.given()) {
-    if (D % kLanes) throw NotTaken("vectors have " + std::to_string(D) + " channels, not a multiple of 16");
+    if (D % 4) throw NotTaken("vectors have " + std::to_string(D) + " channels, not a multiple of 4");
     const Tensor scale = owner.keep("channels", channels, kFloats);
     expect("", "basis", x, {{"B", x.dims == 3 && x.shape[0] == 1 ? 1 : B}, {"H", H}, {"bytes", D * D * 3 / 4}}, 2);
     expect("", "channels", scale, {{"B", scale.dims == 3 && scale.shape[0] == 1 ? 1 : B}, {"H", H}, {"D", D}}, 2);

@@ -20,8 +20,8 @@ from tersekv.layouts.base import View
 from tersekv.layouts.exact import ExactView
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
+from tersekv.transforms.angles import Angles
 from tersekv.transforms.marked_angles import MarkedAngles
-from tersekv.transforms.rope import Angles
 from test_ops_parity import isa, one_thread, pytestmark  # noqa: F401
 
 B, H, G, D = 2, 2, 5, 64

@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from tersekv.attention import masks
 from tersekv.attention.importance import importance
 from tersekv.attention.prompt_loss import prompt_loss
 from tersekv.attention.read import AttentionCall, grouped
@@ -28,7 +27,7 @@ from tersekv.kernels.softmax import softmax_weights
 OBSERVED_QUERIES = 64
 """Number of query positions whose weights are in memory at a time."""
 
-Held = list[tuple[Tensor, Tensor]]
+Held = tuple[Tensor, Tensor]
 
 
 def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, again: int = 0) -> Observed:
@@ -65,11 +64,12 @@ def _votes(store: Store, keys: Tensor, call: AttentionCall) -> Tensor | None:
     if (waiting := store.waiting_queries()) is not None:  # no mask is known for these, and no padding is among them
         call = replace(call, query=torch.cat([waiting.to(call.query.dtype), call.query], dim=2), mask=None)
         n, q = n + waiting.shape[2], q + waiting.shape[2]
-    first = store.num_tokens + keys.shape[2] - q  # position of the first query
-    votes, held = None, _held(store)
+    total = store.num_tokens + keys.shape[2]
+    first = total - q  # position of the first query
+    votes, held = None, _held(store, keys)
     for start in range(q - n, q, OBSERVED_QUERIES):
         tile = slice(start, min(q, start + OBSERVED_QUERIES))
-        weights = _weights(store, held, keys, call, tile)
+        weights = _weights(store, held, call, total, tile)
         if call.mask is not None:  # a query that does not see itself is in the padding
             itself = torch.arange(first + start, first + tile.stop, device=keys.device)
             is_token = call.mask[:, tile].gather(2, itself.expand(len(call.mask), -1).unsqueeze(-1))
@@ -91,17 +91,16 @@ def kept_weights(store: Store, keys: Tensor, call: AttentionCall) -> Tensor:
         raise UserError(
             "output_attentions: a policy that samples tokens has no weights per token; leave the option out"
         )
-    held = _held(store)
-    weights = _weights(store, held, keys, call, slice(0, call.query.shape[2]))
+    held = _held(store, keys)
+    weights = _weights(store, held, call, store.num_tokens + keys.shape[2], slice(0, call.query.shape[2]))
     B, H, G, q, _ = weights.shape
-    positions = torch.cat([place for _, place in held] + [_span(store, store.num_tokens, keys.shape[2])], dim=2)
-    index = positions.clamp(min=0)[:, :, None, None].expand(-1, -1, G, q, -1).long()
+    index = held[1].clamp(min=0)[:, :, None, None].expand(-1, -1, G, q, -1).long()
     out = weights.new_zeros((B, H, G, q, store.num_tokens + keys.shape[2])).scatter_add_(-1, index, weights)
     return out.flatten(1, 2).to(call.query.dtype)
 
 
-def _held(store: Store) -> Held:
-    """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order."""
+def _held(store: Store, keys: Tensor) -> Held:
+    """Return keys float32 [B, H, T, D] and positions [B, H, T] of the tokens held, in order, and of new ones."""
     parts = []
     for segment in store.held():
         key = segment.keys.floats(torch.float32) if isinstance(segment, PackedSegment) else segment.keys.float()
@@ -110,7 +109,9 @@ def _held(store: Store) -> Held:
             place = _span(store, place, key.shape[2])
         assert isinstance(place, Tensor)
         parts.append((key, place))
-    return parts
+    parts.append((keys.float(), _span(store, store.num_tokens, keys.shape[2])))
+    joined, positions = (torch.cat(each, dim=2) for each in zip(*parts, strict=True))
+    return joined, positions
 
 
 def _span(store: Store, first: int, n: int) -> Tensor:
@@ -119,14 +120,11 @@ def _span(store: Store, first: int, n: int) -> Tensor:
     return positions.expand(store.batch_size, store.kv_heads, -1)
 
 
-def _weights(store: Store, held: Held, keys: Tensor, call: AttentionCall, tile: slice) -> Tensor:
-    """Return softmax weights of one tile of queries, float32 [B, Hkv, G, tile, held + n]."""
-    query = grouped(call.query[:, :, tile], store.kv_heads)
-    n, past = keys.shape[2], store.num_tokens
-    positions = torch.cat([place for _, place in held] + [_span(store, past, n)], dim=2)
-    key = torch.cat([k for k, _ in held] + [keys.float()], dim=2)
+def _weights(store: Store, held: Held, call: AttentionCall, total: int, tile: slice) -> Tensor:
+    """Return softmax weights of one tile of queries, float32 [B, Hkv, G, tile, held + n]. total: tokens so far."""
+    query, (key, positions) = grouped(call.query[:, :, tile], store.kv_heads), held
     scores = torch.matmul(query, key.unsqueeze(2).transpose(-1, -2)) * call.scaling
-    mask = call.mask[:, tile] if call.mask is not None else _causal(store, past + n, call.query.shape[2], tile)
+    mask = call.mask[:, tile] if call.mask is not None else _causal(store, total, call.query.shape[2], tile)
     seen = Masks(mask, store.hidden).at(positions, positions.shape[2])
     assert seen is not None
     logits = None if call.sink_logits is None else call.sink_logits.view(1, *query.shape[1:3], 1, 1)
@@ -134,7 +132,8 @@ def _weights(store: Store, held: Held, keys: Tensor, call: AttentionCall, tile: 
 
 
 def _causal(store: Store, total: int, q: int, tile: slice) -> Tensor:
-    mask = masks.causal(q, total, store.device)[:, tile]
+    tokens = torch.arange(total, device=store.device)
+    mask = (tokens <= tokens[total - q :][tile, None])[None]  # of the tile alone: that of all queries is large
     if store.padding is not None:
-        mask = mask & (torch.arange(total, device=mask.device) >= store.padding[:, None])[:, None]
+        mask = mask & (tokens >= store.padding[:, None])[:, None]
     return mask.expand(store.batch_size, -1, -1)

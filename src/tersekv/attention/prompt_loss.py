@@ -31,7 +31,7 @@ from tersekv.cache.coding import own_sinks
 from tersekv.cache.segments import latent_key
 from tersekv.cache.store import Store
 from tersekv.kernels import backends
-from tersekv.kernels.threads import one_thread
+from tersekv.threads import one_thread
 from tersekv.transforms.moments import Observes, TokenLoss, score_loss
 
 QUERIES = 32

@@ -26,9 +26,9 @@ from tersekv.layouts.base import PackedTensors, View
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
 from tersekv.tensors import gathered
+from tersekv.transforms.angles import Angles
 from tersekv.transforms.marked_angles import MarkedAngles
 from tersekv.transforms.moments import Moments, TokenLoss
-from tersekv.transforms.rope import Angles
 
 ENCODE_ELEMENTS = 1 << 19
 """Elements of one side encoded at a time. Limits the memory of float32 copies."""

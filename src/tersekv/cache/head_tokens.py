@@ -30,7 +30,8 @@ from tersekv.errors import CacheError, UserError
 from tersekv.policies.base import PROMPT_TOKENS, Selection
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import gathered
-from tersekv.transforms.rope import Angles, Rope
+from tersekv.transforms.angles import Angles
+from tersekv.transforms.rope import Rope
 
 UNREADABLE = (
     "a cache whose policy evicts tokens can be read by tersekv's attention only, because heads evict different tokens; "

@@ -36,11 +36,11 @@ from tersekv.cache.store import LEAST_QUERIES, Store
 from tersekv.cache.tier import Tier
 from tersekv.errors import CacheError
 from tersekv.kernels import backends
-from tersekv.kernels.threads import one_thread
 from tersekv.policies.base import two_rates
 from tersekv.policies.subgen import SubGen
 from tersekv.recipe import LayerPlan
 from tersekv.tensors import plain
+from tersekv.threads import one_thread
 from tersekv.transforms.rope import Rope
 
 

@@ -20,8 +20,8 @@ from tersekv.cache.slots import Slots
 from tersekv.cache.state import Rules, State, Stateful, own
 from tersekv.codecs import Codec
 from tersekv.layouts.base import PackedTensors, View
+from tersekv.transforms.angles import Angles
 from tersekv.transforms.marked_angles import MarkedAngles
-from tersekv.transforms.rope import Angles
 
 Encoded = tuple[list[PackedTensors], Tensor | None]
 """Packed tensors to append, and the lost variance after that."""

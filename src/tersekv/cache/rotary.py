@@ -18,8 +18,9 @@ from tersekv.cache.schema import MOST, each, one_of, optional, require, tensor, 
 from tersekv.cache.state import State, Stateful
 from tersekv.kernels.attend import Where
 from tersekv.kernels.marks import Marks
+from tersekv.transforms.angles import Angles
 from tersekv.transforms.marked_angles import MarkedAngles
-from tersekv.transforms.rope import Angles, Rope
+from tersekv.transforms.rope import Rope
 
 ROTARY = {
     "padding": lambda rotary: optional(tensor(torch.int64, None, low=0, high=MOST)),

@@ -16,8 +16,8 @@ from tersekv.cache.state import Rules, Spec, Stateful
 from tersekv.codecs import Codec
 from tersekv.layouts.base import Concat, Mapped, PackedTensors, View
 from tersekv.tensors import gathered
+from tersekv.transforms.angles import Angles
 from tersekv.transforms.marked_angles import MarkedAngles
-from tersekv.transforms.rope import Angles
 
 WEIGHT = "weight"
 """Field of the slots: whole blocks with the lowest total weight are evicted first."""

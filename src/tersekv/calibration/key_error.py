@@ -29,7 +29,8 @@ from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.recipe import Recipe
 from tersekv.sizes.cache_size import CacheShape
-from tersekv.transforms.rope import Angles, Rope
+from tersekv.transforms.angles import Angles
+from tersekv.transforms.rope import Rope
 
 MOST_TOKENS, LEAST_TOKENS = 128, 16
 """Largest sample of tokens, and smallest sample of one batch row."""

@@ -19,9 +19,10 @@ from tersekv.calibration.key_error import (
     sample_tokens,
 )
 from tersekv.errors import UserError
-from tersekv.kernels.threads import one_thread
 from tersekv.tensors import plain
-from tersekv.transforms.rope import NO_ROPE, Angles, Rope
+from tersekv.threads import one_thread
+from tersekv.transforms.angles import Angles
+from tersekv.transforms.rope import NO_ROPE, Rope
 
 MOST_KEPT = 1 << 20
 """Elements of `kept_keys` from which those of a pass are checked before its end."""

@@ -96,9 +96,7 @@ class CompressedLayer(CacheLayerMixin):
         """Use a plan with rates that were chosen on the prompt. Nothing is packed yet."""
         assert self.store is not None
         held, self.asked, self.plan = self.store.live_state(), self.plan, plan
-        self.lazy_initialization(
-            *(torch.empty(x.shape, dtype=self.dtype, device=self.device) for x in self.store.sides)
-        )
+        self.lazy_initialization(*(x[:, :, :0].to(self.dtype) for x in self.store.recent.data))
         self.store.restore(held | {"tiers": self.store.live_state()["tiers"]})
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

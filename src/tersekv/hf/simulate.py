@@ -31,8 +31,8 @@ from tersekv.errors import CacheError, UserError
 from tersekv.models.config import AttentionShape, attention_layers, text_config
 from tersekv.models.rope import Ropes
 from tersekv.recipe import Recipe
+from tersekv.transforms.angles import Angles
 from tersekv.transforms.moments import TokenLoss
-from tersekv.transforms.rope import Angles
 
 
 class SimulatedCache(OnePassCache):

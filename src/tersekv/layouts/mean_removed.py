@@ -11,8 +11,9 @@ from torch import Tensor
 from tersekv.layouts.base import Concat, Mapped, View
 from tersekv.layouts.linear_map import LinearMap
 from tersekv.tensors import last_contiguous
+from tersekv.transforms.angles import Angles
 from tersekv.transforms.marked_angles import MarkedAngles
-from tersekv.transforms.rope import Angles, Rope
+from tersekv.transforms.rope import Rope
 
 
 class RotatedMean(View):

@@ -12,8 +12,9 @@ from tersekv.kernels import backends
 from tersekv.kernels.attend_packed import Operand, native_view
 from tersekv.kernels.registry import NotTaken
 from tersekv.layouts.base import View
+from tersekv.transforms.angles import Angles
 from tersekv.transforms.marked_angles import MarkedAngles
-from tersekv.transforms.rope import Angles, Rope
+from tersekv.transforms.rope import Rope
 
 
 class Roped(View):

@@ -27,7 +27,8 @@ from tersekv.serving.by_page import attend_by_page, nothing
 from tersekv.serving.dense import AttentionKind, DenseAttention, Lengths, attend_dense
 from tersekv.serving.slots import Slots
 from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
-from tersekv.transforms.rope import KEPT_ELEMENTS, Angles, Rope
+from tersekv.transforms.angles import Angles
+from tersekv.transforms.rope import KEPT_ELEMENTS, Rope
 
 PART_ELEMENTS = 1 << 20
 """Elements of one side encoded or decoded at a time, which bounds the memory of float32 copies."""

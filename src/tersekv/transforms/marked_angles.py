@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tersekv.kernels.marks import Marks
-from tersekv.transforms.rope import Angles, Rope
+from tersekv.transforms.angles import Angles
+from tersekv.transforms.rope import Rope
 
 
 class MarkedAngles:

@@ -27,8 +27,8 @@ from tersekv.kernels.attend_packed import Operand, Packed, native_view
 from tersekv.kernels.attend_segments import Segment
 from tersekv.kernels.marks import Marks
 from tersekv.kernels.registry import NotTaken
-from tersekv.kernels.threads import threads
 from tersekv.tensors import last_contiguous
+from tersekv.threads import threads
 
 NAME = "cpu"
 

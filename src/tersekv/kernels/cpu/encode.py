@@ -16,7 +16,7 @@ from tersekv.kernels.encode_grid import GridPlace
 from tersekv.kernels.encode_polar import stream_offsets
 from tersekv.kernels.lanes import packed_shape
 from tersekv.kernels.registry import NotTaken
-from tersekv.kernels.threads import threads
+from tersekv.threads import threads
 
 MOST_BLOCK_TOKENS = 1 << 20
 

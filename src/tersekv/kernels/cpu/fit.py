@@ -9,7 +9,7 @@ from tersekv.kernels import basis, cpu
 from tersekv.kernels import observed_loss as observed
 from tersekv.kernels import weighted_sums as sums
 from tersekv.kernels.basis import FittedBasis
-from tersekv.kernels.threads import threads
+from tersekv.threads import threads
 
 
 @sums.weighted_sums.by("cpu")

@@ -12,8 +12,8 @@ import torch
 from tersekv.cache import packing
 from tersekv.cache.layer import LayerStore
 from tersekv.kernels import cpu
-from tersekv.kernels.threads import FEW_ELEMENTS, one_thread, threads
 from tersekv.recipe import Recipe
+from tersekv.threads import FEW_ELEMENTS, one_thread, threads
 
 
 @pytest.fixture
