@@ -214,7 +214,7 @@ class TurboQuant(OutlierChannels):
     def _matrix(self, head_dim: int, device: str) -> Tensor:
         """Return the orthogonal map before coding: [D, D], or [B, H, D, D] if heads differ.
 
-        That of heads takes too much memory to be kept. Pages that are read together share it.
+        A matrix for each head takes too much memory to be kept. Pages that are read together share one tensor.
         """
         if self.fits_on is None:
             return random_rotation(head_dim, self.seed, self.rotation, device)
