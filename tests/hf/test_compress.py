@@ -122,6 +122,27 @@ def test_a_model_is_freed_while_it_is_installed():
     assert gone() is None
 
 
+@pytest.mark.parametrize("recipe", ["default", "h2o:budget=96+kivi", "small"])
+def test_a_cache_is_freed_when_it_is_dropped(llama, recipe):
+    """Its memory is not held until Python collects cycles, which takes many prompts. A copy outlives its original."""
+    gc.collect()
+    gc.disable()
+    try:
+        with tersekv.compress(llama, recipe):
+            out = llama.generate(prompt(300), max_new_tokens=3, do_sample=False, return_dict_in_generate=True)
+            copied = copy.deepcopy(out.past_key_values)
+            dropped = [weakref.ref(out.past_key_values), weakref.ref(out.past_key_values.layers[0].store)]
+            ids = torch.cat([out.sequences, prompt(20)], dim=1)
+            del out
+            assert [gone() for gone in dropped] == [None, None]
+            llama.generate(ids, **cache_argument(llama, copied), max_new_tokens=3, do_sample=False)
+            store = weakref.ref(copied.layers[0].store)
+            del copied
+            assert store() is None
+    finally:
+        gc.enable()
+
+
 def test_a_call_that_fails_installs_nothing(llama):
     before = state(llama)
     with pytest.raises(UserError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,8 @@ class CompressedCache(ModelCache):
         memo[id(self.config)] = self.config
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
+        for refer in (weakref.proxy, weakref.ref):  # as the layers do
+            memo[id(refer(self))] = refer(copied)
         copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return copied
 

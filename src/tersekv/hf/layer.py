@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import fields, replace
 from typing import Any
 
@@ -31,8 +32,8 @@ FLOATS = {type_name(t): t for t in (torch.float16, torch.bfloat16, torch.float32
 """Types of keys and values by their names in files."""
 
 MUCH_MEMORY, MANY_TOKENS = 1 << 26, 128
-"""Bytes of exact prompts, and tokens of a call, from which freed memory is returned to the system after packing.
-It is cleared there: at every 8 MB, prompts took 10 % longer. Decode steps of a large batch have fewer tokens."""
+"""Bytes of exact prompts, and tokens of a call, from which freed memory is returned to the system after packing: at
+every 8 MB, prompts took 10 % longer. Decode steps of a large batch have fewer tokens."""
 
 PARTS = "keys", "values", "policy"
 """Parts of a plan whose options a state names."""
@@ -56,7 +57,9 @@ class CompressedLayer(CacheLayerMixin):
 
     def __init__(self, cache: ModelCache, index: int, plan: LayerPlan, window: int | None) -> None:
         super().__init__()
-        self.cache, self.index, self.plan, self.sliding_window = cache, index, plan, window
+        # Without a cycle, a cache that is dropped is freed at once. `torch.compile` can trace a reference, not a proxy.
+        self.cache, self.reference = weakref.proxy(cache), weakref.ref(cache)
+        self.index, self.plan, self.sliding_window = index, plan, window
         self.is_sliding = window is not None
         self.asked: LayerPlan | None = None  # the plan without rates that were chosen on the prompt
         self.store: LayerStore | None = None
@@ -74,7 +77,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]  # a constant of transformers' own classes
         """True if a compiled forward pass can call the operators on this layer."""
-        return self.cache.is_traceable
+        return (cache := self.reference()) is not None and cache.is_traceable
 
     # ------------------------------------------------------------------ growing
 
@@ -204,8 +207,7 @@ class CompressedLayer(CacheLayerMixin):
         return torch.cat([old_keys, keys], dim=2), torch.cat([old_values, values], dim=2)
 
     def state(self) -> State:
-        """Return a copy of the layer's state, see `Stateful`. The entry `plan` holds the calibrated
-        tensors of its codecs, and the options of codecs and policy."""
+        """Return a copy of the layer's state, see `Stateful`. Entry `plan`: calibrated tensors, and options."""
         return own(self.live_state())
 
     def live_state(self) -> State:
@@ -216,8 +218,7 @@ class CompressedLayer(CacheLayerMixin):
             plan["scores"] = self.plan.scores
         if self.plan.rates is not None:
             plan["rates"] = self.plan.rates
-        common: State = {"plan": plan, "record_past": self.record_past, "first_tokens": self.first_tokens}
-        common |= {"store": None}
+        common = {"plan": plan, "record_past": self.record_past, "first_tokens": self.first_tokens, "store": None}
         if self.store is None:
             return common
         B, H = self.store.batch_size, self.store.kv_heads
@@ -306,8 +307,7 @@ class CompressedLayer(CacheLayerMixin):
     # ------------------------------------------------------------------ sizes for transformers
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens seen. During tracing it is a tensor, which is read when the
-        compiled pass runs."""
+        """Return the number of tokens seen. During tracing it is a tensor, read when the compiled pass runs."""
         if is_traced() and self.is_compileable:
             return num_tokens(self.handle)  # type: ignore[return-value]  # as transformers' static layers do
         waiting = self.cache.allotment.tokens(self.index) if self.cache.allotment.calls else 0
