@@ -139,6 +139,19 @@ def test_ids_stay_with_copies_pickles_and_files(llama, tmp_path):
     assert cache.keep_common(torch.cat([ids, ids], dim=1)) == 80
 
 
+@pytest.mark.parametrize("padding", [[30], [0, 25]])
+def test_padding_stays_with_files(llama, tmp_path, padding):
+    """Equal ids in place of padding are other tokens, also after loading."""
+    ids = prompt(80, len(padding))
+    mask = (torch.arange(80) >= torch.tensor(padding)[:, None]).long()
+    cache = filled(llama, ids, attention_mask=mask)
+    cache.save(tmp_path / "a.cache", ids, llama)
+    longer = torch.cat([ids, prompt(9, len(padding))], dim=1)
+    loaded = [tersekv.CompressedCache.load(tmp_path / "a.cache", llama) for _ in range(2)]
+    assert loaded[0].keep_common(longer, torch.nn.functional.pad(mask, (0, 9), value=1)) == 80
+    assert loaded[1].keep_common(longer) == 0
+
+
 def test_generate_notices_another_prompt(llama):
     ids, other = prompt(60), prompt(90, seed=3)
     other[:, :20] = ids[:, :20]

@@ -104,6 +104,15 @@ def test_logits_equal_in_every_position(name):
     torch.testing.assert_close(got, expected, atol=2e-4, rtol=2e-3)
 
 
+def test_no_storage_file_without_the_keys_of_the_indexer(tmp_path):
+    model = built("deepseek_v32")
+    cache = tersekv.CompressedCache(model, "exact")
+    with tersekv.compress(model, cache):
+        model(prompt(90), cache=cache)
+    with pytest.raises(tersekv.UserError, match="indexer of deepseek_v32 has keys that no storage file holds"):
+        cache.save(tmp_path / "a", storage=4)
+
+
 @pytest.mark.parametrize("name", LATENT)
 def test_left_padded_beams_equal(name):
     model, ids = built(name), prompt(90, batch=2)

@@ -232,6 +232,10 @@ def test_refusals(llama, models, tmp_path):
         llama(prompt(300), past_key_values=evicting)
     with pytest.raises(UserError, match="evicts tokens, and a storage file holds them all"):
         evicting.save(path, storage=2)
+    sliding = build("mistral")
+    sliding.config.max_position_embeddings = 512
+    with pytest.raises(UserError, match="holds at most the model's context of 512 tokens, not 600"):
+        read(sliding, 600).save(path, storage=4)
     cache.save(path, prompt(300), storage=2)
     with pytest.raises(UserError, match="must begin with the 300 tokens"):
         CompressedCache.load(path, llama, prompt(300, seed=1))

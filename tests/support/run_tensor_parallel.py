@@ -104,6 +104,8 @@ def files(model, cache, folder: Path) -> None:
     assert loaded.footprint() == cache.footprint()
     with pytest.raises(tersekv.UserError, match="saves and loads a file of its own"):
         tersekv.CompressedCache.load(folder / f"cache{1 - rank}", model)
+    with pytest.raises(tersekv.UserError, match="other processes have some"):
+        cache.save(folder / f"cache{rank}", storage=4)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from tersekv.errors import UserError
 from tersekv.hf import stored
 from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import compressed_layers
+from tersekv.hf.token_ids import PADDING
 from tersekv.models.config import attention_layers, text_config
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.recipe import Recipe
@@ -95,6 +96,8 @@ def about_cache(
         "ids_sha256": None if ids is None else ids_digest(ids),
         "cache": cache.footprint().to_dict(),
     }
+    if ids is not None and cache.token_ids.known == tokens:
+        said["padding"] = cache.token_ids.padding()
     return said, ids
 
 
@@ -157,8 +160,10 @@ def load(
 def _noted(cache: C, said: dict[str, Any], ids: Tensor | None, path: Path) -> C:
     """Return the cache with the ids of its tokens and the loss of their storage file, if they are known."""
     cache.stored_kl = said.get("kl")
-    if ids is not None and said["batch"] == 1:  # rows of a batch may begin with padding, which ids do not show
-        cache.token_ids.note(0, ids)
+    padding = said.get("padding", [0] if said["batch"] == 1 else None)  # unknown if `compress` has not seen the ids
+    if ids is not None and padding is not None:
+        hidden = torch.arange(ids.shape[1]) < torch.tensor(padding)[:, None]
+        cache.token_ids.note(0, ids.masked_fill(hidden.to(ids.device), PADDING))
     log.info("loaded %d tokens in %s from %s", cache.get_seq_length(), cache.recipe, path)
     return cache
 

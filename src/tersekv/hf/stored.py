@@ -55,21 +55,32 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
     rate: bits per number of all tokens but the exact ones, with the bases if the file holds them.
 
     Raises:
-        UserError: the rate is not allowed, or the cache is a batch, or its policy evicts tokens.
+        UserError: the rate is not allowed, or the file could not hold the cache: it is a batch, or padded, its policy
+            evicts tokens, the model has an indexer, or other processes hold some heads.
     """
     streams.require_packages("a storage file")
     codec.check_rate(rate)
     if about["batch"] != 1:
         raise UserError(f"a storage file holds one sequence, and the cache has {about['batch']}: leave storage out")
     own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
-    if any(layer.store is not None and layer.store.by_head for layer in own):
-        raise UserError(f"{cache.recipe} evicts tokens, and a storage file holds them all: read the prompt without it")
     stores = [layer.store for layer in own if layer.store is not None]
+    if any(cache.heads(store.kv_heads) is not None for store in stores):
+        raise UserError("a storage file holds all heads, and other processes have some of them: leave storage out")
+    if any(store.by_head for store in stores):
+        raise UserError(f"{cache.recipe} evicts tokens, and a storage file holds them all: read the prompt without it")
     if any(of.padding is not None and int(of.padding.max()) > 0 for s in stores for of in (s, s.rotary) if of):
         raise UserError(
             "the prompt was padded, and a storage file holds no padding: read it without, or leave storage out"
         )
+    if any(layer.plan.index_dim for layer in own):
+        named = cache.config.model_type
+        raise UserError(f"the indexer of {named} has keys that no storage file holds: leave storage out")
     kind, layers, bases, digest, bits = _chosen(cache, about, rate)
+    if None not in layers.windows and layers.tokens > (context := _context(layers)):
+        raise UserError(
+            f"all layers have sliding windows; a storage file then holds at most the model's context of {context:,} "
+            f"tokens, not {layers.tokens:,}: leave storage out"
+        )
     analyses = {where: bases[where].analysis() for where in layers.sides()}
     step = _step(layers, bases, analyses, bits)
     log.info("storage with bases of the %s, step %.3g", kind, step)
@@ -107,6 +118,10 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         "dtype": type_name(own[0].dtype),
     }
     return {**about, "recipe": "storage", "cache": _held(layers, tensors), "storage": stored}, tensors
+
+
+def _context(layers: Layers) -> int:
+    return longest_context(layers.cache.config) or MOST
 
 
 def _held(layers: Layers, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -227,8 +242,7 @@ class StoredFile:
         layers, wanted = self.layers, {"ids"} & self.tensors.keys()
         # a forged number of tokens must not make millions of names, or tensors of tokens that no page holds
         pages = sum(2 * (span.coded // codec.PAGE) for span in layers.spans)
-        context = longest_context(layers.cache.config) or MOST
-        fits = pages <= len(self.tensors) and (None in layers.windows or layers.tokens <= context)
+        fits = pages <= len(self.tensors) and (None in layers.windows or layers.tokens <= _context(layers))
         require(fits, "cache.tokens", "is more than the pages hold")
         wanted |= {f"exact.{group}.{side}" for group in range(len(layers.groups)) for side in SIDES}
         for group, side in layers.sides():

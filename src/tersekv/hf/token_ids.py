@@ -54,6 +54,11 @@ class TokenIds:
             self._runs = [torch.cat(self._runs, dim=1)]
         return self._runs[0] if self._runs else None
 
+    def padding(self) -> list[int]:
+        """Return the number of padding tokens that each row begins with."""
+        held = self.joined()
+        return [] if held is None else (held == PADDING).sum(dim=1).tolist()
+
     def crop(self, tokens: int) -> None:
         """Keep the ids of the first `tokens` tokens."""
         if self.known > tokens:

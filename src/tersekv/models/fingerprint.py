@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -45,20 +46,35 @@ def fingerprint(model: PreTrainedModel) -> str:
     """Return the SHA-256 in hex of the architecture and of up to `SAMPLED` evenly spaced elements
     of every weight.
 
-    Elements are read as bfloat16, so that the hash does not depend on the type a model is loaded
-    in. Sharded weights are gathered one by one, so all processes must call this function.
+    Elements are read as bfloat16 and what float16 keeps of it, so that the hash does not depend on the type a model is
+    loaded in. Of PEFT's adapters it tells which are active. Sharded weights are gathered one by one, so all processes
+    must call this function.
     """
     digest = hashlib.sha256(architecture(model.config).encode())
-    weights = {name: weight for name, weight in model.named_parameters() if not weight.is_meta}
+    weights = {name: weight for name, weight in _weights(model) if not weight.is_meta}
     for name, weight in weights.items():
         digest.update(f"{name} {tuple(weight.shape)}".encode())
+    for name, module in model.named_modules():
+        if isinstance(disabled := getattr(module, "disable_adapters", None), bool):  # a layer of PEFT
+            state = (getattr(module, "active_adapters", None), getattr(module, "scaling", None), disabled)
+            digest.update(f"{name} {state}".encode())
     by_device: dict[torch.device, list[torch.Tensor]] = {}
     for weight in weights.values():
         sample = _sample(weight)
         by_device.setdefault(sample.device, []).append(sample)
     for parts in by_device.values():  # one transfer for each device
-        digest.update(torch.cat(parts).cpu().view(torch.int16).numpy().tobytes())
+        read = torch.cat(parts).cpu().to(torch.float16).to(torch.bfloat16)
+        digest.update(read.view(torch.int16).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
+    """Yield all parameters by name, also those that Accelerate keeps elsewhere between calls."""
+    for name, weight in model.named_parameters():
+        place, _, own = name.rpartition(".")
+        hook = getattr(model.get_submodule(place), "_hf_hook", None) if weight.is_meta else None
+        maps = [getattr(each, "weights_map", None) for each in getattr(hook, "hooks", [hook])]
+        yield name, next((held[own] for held in maps if held is not None), weight)
 
 
 def _sample(weight: Any) -> torch.Tensor:

@@ -183,26 +183,31 @@ class StoredChunkCoder:
         Σ_t ⟨R(−p − t)·k_t, μ⟩ is largest at the position p, because vectors before RoPE have the mean μ.
         """
         starts = torch.arange(0, max(1, self.context - keys.shape[1] + 1), BLOCK)
-        scores = torch.zeros(len(starts))
-        angles: dict[int, tuple[Tensor, Tensor]] = {}
+        sums: dict[int, tuple[Rope, Tensor]] = {}
         some = keys[:, FIRST:] if keys.shape[1] > FIRST else keys
         for g, layers in enumerate(self.groups):
             for place, layer in enumerate(layers):
                 rope = self.ropes[layer]
                 if rope is NO_ROPE:
                     continue
-                if id(rope) not in angles:
-                    angles[id(rope)] = rope.angles_at(starts).cos_sin()
                 total = self._rotated(some[layer], layer, keys.shape[1] - some.shape[1], 1).sum(0)
                 mean = self.bases[g, "keys"].mean[place * self.width : (place + 1) * self.width].float()
-                scores += self._matches(rope, *angles[id(rope)], total, mean)
+                before = sums[id(rope)][1] if id(rope) in sums else 0.0
+                sums[id(rope)] = rope, self._factors(rope, total, mean) + before
+        scores = torch.zeros(len(starts))
+        for rope, factors in sums.values():
+            cos, sin = rope.angles_at(starts).cos_sin()
+            scores += torch.cat([cos[0], sin[0]], dim=-1) @ factors
         return int(starts[scores.argmax()])
 
-    def _matches(self, rope: Rope, cos: Tensor, sin: Tensor, total: Tensor, mean: Tensor) -> Tensor:
-        """Return ⟨total, R(p)·mean⟩ at the positions p of cos and sin."""
+    def _factors(self, rope: Rope, total: Tensor, mean: Tensor) -> Tensor:
+        """Return those of cos and sin in ⟨total, R(p)·mean⟩, [2R]. Channels that are not rotated are left out."""
         total, mean = (x.unflatten(0, (-1, self.dims["keys"])) for x in (total, mean))
-        at = rope.apply(mean[None, :, None].expand(-1, -1, cos.shape[-2], -1), cos, sin)
-        return torch.einsum("hd,hpd->p", total, at[0])
+        R = rope.angles_at(torch.zeros(1, dtype=torch.int64)).cos_sin()[0].shape[-1]
+        one = torch.cat([torch.zeros(1, 2 * R), torch.eye(2 * R)])  # no angle at all, then one factor at a time
+        at = rope.apply(mean[None, :, None].expand(-1, -1, len(one), -1), *one[None].split(R, dim=-1))
+        found = torch.einsum("hd,hpd->p", total, at[0])
+        return found[1:] - found[0]
 
     def _checked(self, shapes: Sequence[Shape]) -> Shape:
         wanted = 2, len(self.ropes), self.width

@@ -1,0 +1,44 @@
+"""`fingerprint`: equal for one model however it is loaded, and different for another one."""
+
+from __future__ import annotations
+
+import accelerate
+import pytest
+import torch
+
+from conftest import build
+from tersekv.models.fingerprint import fingerprint
+
+
+def test_the_type_does_not_matter():
+    """float16 rounds small weights of a bfloat16 checkpoint."""
+    model = build("llama").to(torch.bfloat16)
+    for weight in model.parameters():
+        weight[..., ::2] *= 1e-6
+    mark = fingerprint(model)
+    assert fingerprint(model.float()) == mark
+    assert fingerprint(model.to(torch.float16)) == mark
+    assert fingerprint(model.to(torch.bfloat16)) == mark
+
+
+def test_weights_that_are_kept_elsewhere_count():
+    whole, other = build("llama"), build("llama")
+    other.model.layers[1].self_attn.k_proj.weight[0] *= 2
+    marks = [fingerprint(model) for model in (whole, other)]
+    assert marks[0] != marks[1]
+    for model, mark in zip((whole, other), marks, strict=True):
+        accelerate.cpu_offload(model, execution_device="cpu")
+        assert all(weight.is_meta for weight in model.parameters())
+        assert fingerprint(model) == mark
+
+
+@pytest.mark.parametrize("change", [{"active_adapters": ["b"]}, {"disable_adapters": True}, {"scaling": {"a": 2.0}}])
+def test_the_active_adapter_counts(change):
+    """As layers of PEFT name it."""
+    model = build("llama")
+    layer = model.model.layers[0].self_attn.k_proj
+    state = {"active_adapters": ["a"], "disable_adapters": False, "scaling": {"a": 1.0}}
+    layer.__dict__.update(state)
+    mark = fingerprint(model)
+    layer.__dict__.update(change)
+    assert fingerprint(model) != mark
