@@ -47,11 +47,15 @@ struct Arena {
 
   float* take(int64_t floats) {
     const int64_t room = round_up(floats > 0 ? floats : 1, kLanes) + kGuard;
-    while (slab < slabs.size() && used + room > slabs[slab].floats) {
+    if (slab < slabs.size() && used > 0 && used + room > slabs[slab].floats) {
       slab++;
       used = 0;
     }
-    if (slab == slabs.size()) slabs.push_back(make_slab(room > kSlabFloats ? room : kSlabFloats));
+    if (slab == slabs.size()) slabs.push_back({nullptr, 0});
+    if (used + room > slabs[slab].floats) {  // nothing of it is in use: it makes place for a larger one
+      slabs[slab] = {nullptr, 0};
+      slabs[slab] = make_slab(room > kSlabFloats ? room : kSlabFloats);
+    }
     float* piece = slabs[slab].memory.get() + used;
     used += room;
     open(piece, floats);

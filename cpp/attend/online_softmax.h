@@ -79,7 +79,8 @@ float weigh(const Scores& how, const uint8_t* mask, float* score, int64_t count,
   const F minus = S::set1(-safe), times = S::set1(factor), base = S::set1(kLog2E);
   F sum = S::zero();
   for (int64_t i = 0; i < count; i += kLanes) {
-    const F below = S::fma(S::load(score + i), times, minus);
+    // The maximum is rounded, and the product here is not: of huge scores it would be more.
+    const F below = S::min(S::zero(), S::fma(S::load(score + i), times, minus));
     const F weight = exp2_negative<S, ROUNDED>(S::mul(below, base));
     S::store(score + i, weight);
     sum = S::add(sum, weight);

@@ -45,8 +45,12 @@ void encode_sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int
   const float* x = call.x + (block * call.t + first) * D;
   transpose_vectors(x, D, n, D, kSketchLanes, rows);
   float unsure[kSketchLanes] = {};
+  int32_t nonzero[kSketchLanes] = {};  // sums of a zero vector are 0, and surely so
   for (int64_t d = 0; d < D; d++)
-    for (int64_t i = 0; i < kSketchLanes; i++) unsure[i] += rows[d * kSketchLanes + i] * rows[d * kSketchLanes + i];
+    for (int64_t i = 0; i < kSketchLanes; i++) {
+      unsure[i] += rows[d * kSketchLanes + i] * rows[d * kSketchLanes + i];
+      nonzero[i] |= rows[d * kSketchLanes + i] != 0.0f ? 1 : 0;
+    }
   for (int64_t i = 0; i < kSketchLanes; i++)
     unsure[i] = __builtin_sqrtf(unsure[i] + kLostSquares) * call.unsure + kLeastProduct;
   for (int64_t m = 0; m < call.M; m += 8) {
@@ -58,7 +62,7 @@ void encode_sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int
       for (int64_t i = 0; i < kSketchLanes; i++) {
         const float sum = sums[r * kSketchLanes + i], size = __builtin_fabsf(sum);
         byte[i] |= (sum >= 0.0f ? 1 : 0) << r;
-        again[i] |= ((size > unsure[i]) & (size < __builtin_inff()) ? 0 : 1) << r;
+        again[i] |= ((size > unsure[i]) & (size < __builtin_inff()) ? 0 : nonzero[i]) << r;
       }
     uint8_t* out = call.out + (block * ceil_div(call.M, 8) + m / 8) * call.t + first;
     for (int64_t i = 0; i < n; i++) {

@@ -57,6 +57,7 @@ struct Avx2 : Float32Codes<Avx2> {
   static F div(F a, F b) { return {_mm256_div_ps(a.lo, b.lo), _mm256_div_ps(a.hi, b.hi)}; }
   static F fma(F a, F b, F c) { return {_mm256_fmadd_ps(a.lo, b.lo, c.lo), _mm256_fmadd_ps(a.hi, b.hi, c.hi)}; }
   static F max(F a, F b) { return {_mm256_max_ps(a.lo, b.lo), _mm256_max_ps(a.hi, b.hi)}; }
+  static F min(F a, F b) { return {_mm256_min_ps(a.lo, b.lo), _mm256_min_ps(a.hi, b.hi)}; }  // b if one is NaN
   static F abs(F a) {
     const __m256 sign = _mm256_set1_ps(-0.0f);
     return {_mm256_andnot_ps(sign, a.lo), _mm256_andnot_ps(sign, a.hi)};

@@ -47,6 +47,7 @@ struct Avx512 : Float32Codes<Avx512> {
   static F div(F a, F b) { return _mm512_div_ps(a, b); }
   static F fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
   static F max(F a, F b) { return _mm512_max_ps(a, b); }
+  static F min(F a, F b) { return _mm512_min_ps(a, b); }  // b if one is NaN
   static F abs(F a) { return _mm512_abs_ps(a); }
   static F with_sign(F magnitude, F sign) {
     return _mm512_or_ps(magnitude, _mm512_and_ps(_mm512_set1_ps(-0.0f), sign));

@@ -46,6 +46,7 @@ struct Baseline : Float32Codes<Baseline> {
   static F div(F a, F b) { return a / b; }
   static F fma(F a, F b, F c) { return a * b + c; }
   static F max(F a, F b) { return a > b ? a : b; }
+  static F min(F a, F b) { return a < b ? a : b; }  // b if one is NaN
   static F abs(F a) { return (F)((U)a & 0x7fffffffu); }
   static F with_sign(F magnitude, F sign) { return (F)((U)magnitude | ((U)sign & 0x80000000u)); }
   static float hsum(F a) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 
@@ -11,6 +12,7 @@ import torch
 
 from tersekv.kernels import cpu
 from tersekv.kernels.cpu import attend as native
+from tersekv.kernels.cpu.fit import observed_loss
 
 pytestmark = pytest.mark.skipif(cpu.why_not_built() is not None, reason=cpu.why_not_built() or "")
 
@@ -44,6 +46,23 @@ print(native.encode_trellis(*small, tables).shape)
 def test_no_memory_for_a_kernel(threads):
     ran = subprocess.run([sys.executable, "-c", CODE, str(threads)], capture_output=True, text=True, timeout=120)
     assert ran.stdout.splitlines() == ["MemoryError", "torch.Size([1, 64, 32])"], ran.stderr
+
+
+def resident() -> int:
+    return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's /proc")
+@pytest.mark.skipif("asan" in os.environ.get("LD_PRELOAD", ""), reason="AddressSanitizer keeps freed memory")
+def test_working_memory_is_that_of_the_longest_prompt():
+    """Not that of all prompts: the calls together take 150 MB, and the largest one 4."""
+    before = 0
+    for tokens in range(4096, 65537, 1024):
+        x = torch.zeros(1, 2, tokens, 16)
+        seen, counts = torch.ones(1, 16, 1, dtype=torch.bool), torch.ones(1, tokens)
+        observed_loss(torch.zeros(1, 2, 32, 16), x, x, seen, counts, 0.1, None, None)
+        before = before or resident()
+    assert resident() - before < 75e6
 
 
 @pytest.mark.parametrize("q", [1, 40])

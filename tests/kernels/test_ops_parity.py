@@ -290,6 +290,17 @@ def test_tables_that_bfloat16_does_not_hold(isa, bits, offset, axis):
     compare_grid(cpu_attend.attend_packed(*args), grid_expectation(*args))
 
 
+def test_huge_scores_have_weights_of_at_most_one(isa):
+    """The maximum of scores of 1e10 is rounded by hundreds, and no weight may exceed that of the maximum."""
+    g = torch.Generator().manual_seed(0)
+    query, keys, values = (
+        torch.randn(1, heads, n, 64, generator=g).bfloat16() for heads, n in ((4, 40), (2, 96), (2, 96))
+    )
+    out = cpu_attend.attend(query * 1e5, ((keys * 1e5, values, 0),), None, None, None, 0.13)
+    assert bool(out.isfinite().all())
+    assert float(out.abs().max()) <= float(values.abs().max())
+
+
 @pytest.mark.parametrize("recipe", ["kvquant:bits=4,outliers=0", "kvquant:bits=3,outliers=0", "normalfloat"])
 def test_rounded_tables_leave_no_mean_error(isa, recipe):
     """Values that cancel: the table's rounding error is the same for every token, and 16,384 tokens
