@@ -63,7 +63,8 @@ def encoded_side(
         UserError: a scale is too large for its dtype.
     """
     sides = [tier.sides[side] for tier in store.tiers]
-    codecs, made = [packed.codec for packed in sides], []
+    codecs = [packed.codec for packed in sides]
+    made: list[Tensor] = []
     if codecs[0].needs_fit == "prompt" and not x.is_meta:
         log.debug("fitting %s to a prompt of %d tokens", codecs[0].label, old.shape[2] + x.shape[2])
         waiting = torch.cat([old, x], dim=2) if old.shape[2] else x
@@ -127,11 +128,11 @@ def by_rate(
     x: Tensor,
     call: Packing,
     tiers: Sequence[OfTier],
-    made: Sequence[Tensor] = (),
+    inputs: Sequence[Tensor] = (),
 ) -> list[Encoded]:
     """Return the new blocks of each tier, with room for as many in every head as the head with the most of them has.
 
-    codecs: of the tiers. x: tokens [B, H, leave or more, D]. made: `codec_input` of all of them, or nothing.
+    codecs: of the tiers. x: tokens [B, H, leave or more, D]. inputs: `codec_input` of all of them, or nothing.
     """
     (B, H, _, D), n = x.shape, call.leave
     counts = [of.counts for of in tiers]
@@ -150,7 +151,7 @@ def by_rate(
         heads = slice(first, min(first + step, H))
         of = codecs if step >= H else [codec.of_heads(first, heads.stop - first) for codec in codecs]
         own = x[:, heads, :n]
-        before = made[0][:, heads, :n] if made else _inputs(store, side, of[0], own, call.place)
+        before = inputs[0][:, heads, :n] if inputs else _inputs(store, side, of[0], own, call.place)
         for some in _together(store, own, counts, heads):
             parts = []
             for tier, which, start, stop in some:
@@ -271,7 +272,9 @@ def _consecutive(
     for start, stop in coding.chunks(which.start, which.stop, store.flush_tokens, x):
         new = x[:, :, max(0, start - n) : max(0, stop - n)]
         part = joined(old[:, :, start : min(stop, n)], new) if start < n else new
-        tokens = with_angles(store, side, part, place + start)._replace(made=[m[:, :, start:stop] for m in made] or None)
+        tokens = with_angles(store, side, part, place + start)._replace(
+            made=[m[:, :, start:stop] for m in made] or None
+        )
         yield tokens, _shown(range(place + start, place + stop), call.hidden)
 
 

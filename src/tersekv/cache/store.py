@@ -245,7 +245,9 @@ class Store(Stateful):
             if not self.packed_tokens:
                 return None
             pages = list(self._kernel_pages())
-            padded = partial(Store._padded, weakref.proxy(self)) if any(page.ends is not None for page in pages) else None
+            padded = (
+                partial(Store._padded, weakref.proxy(self)) if any(page.ends is not None for page in pages) else None
+            )
             made = packed_pages_of(pages, self.kv_heads, self.value_dim if self.latent else 0, padded)
             if not all(page.keys.keeps and page.values.keeps for page in pages):
                 return made
