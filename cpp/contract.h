@@ -56,6 +56,8 @@ struct Plane {
   int64_t stride_b = 0, stride_h = 0, stride_n = 0;
 };
 
+constexpr int kLutBits = 4;  // of codes that are multiplied by tables in registers; codes of more bits are decoded
+
 // Keys or values of a packed segment as a matrix [P, L] per block: keys have P = D, L = t; values P
 // = t, L = Dv.
 struct GridView {

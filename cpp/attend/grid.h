@@ -6,8 +6,6 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
-constexpr int kLutBits = 4;
-
 inline Block block_at(const GridView& v, int64_t b, int64_t h, int64_t n) {
   return {v.codes + b * v.stride_b + h * v.stride_h + n * v.stride_n, plane_at(v.scale, b, h, n),
           plane_at(v.offset, b, h, n)};

@@ -15,8 +15,6 @@
 
 namespace tersekv {
 
-constexpr int64_t kLeastCodedRows = 65;  // rows from which packed tokens are decoded in tiles
-
 // Most bytes of scores of rotated means that a call keeps. Each task computes its own beyond that.
 constexpr int64_t kMostMeanBytes = int64_t{1} << 26;
 
@@ -96,7 +94,7 @@ class Attention {
     const int64_t D = pages.calls[0].D, inner = pages.keeps_query ? D / 2 : D;
     if (inner != D_)
       fail("keys: ", "expected head_dim " + std::to_string(D_) + " of the query, got " + std::to_string(inner));
-    const bool tiles = R_ >= kLeastCodedRows && pages.tiled;
+    const bool tiles = R_ >= pages.tile_rows;
     const float* rows = tiles && !pages.corrected ? rows_ : mapped(pages, threads);
     map_ = pages.output;
     map_.first = calls_.size();

@@ -6,6 +6,7 @@
 #include <numeric>
 
 #include "attention.h"
+#include "rope_kernel.h"
 
 namespace tersekv {
 
@@ -114,6 +115,19 @@ std::pair<int, int> take_mean(NativePages& pages, const View& keys) {
   return {static_cast<int>(mean), static_cast<int>(set)};
 }
 
+// Query rows from which packed tokens are decoded in tiles: if codes are multiplied without that, and if they are
+// decoded again for every few rows.
+constexpr int64_t kLeastCodedRows = 65, kLeastDecodedRows = 5;
+
+// True if codes have no product of their own: grids of more bits than fit a register, also before RoPE.
+bool is_decoded(const View& view) {
+  if (view.kind == Kind::grid) return view.grid.bits > kLutBits;
+  if (view.kind == Kind::roped && !roped_codes(view.parts[0])) return true;
+  for (int i = 0; i < view.count; i++)
+    if (is_decoded(view.parts[i])) return true;
+  return false;
+}
+
 NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<nb::object>& values,
                         const std::vector<int64_t>& first, const std::vector<nb::object>& marks,
                         nb::handle key_rotation, nb::handle key_basis, nb::handle key_channels, bool keeps_query,
@@ -159,12 +173,14 @@ NativePages* make_pages(const std::vector<nb::object>& keys, const std::vector<n
     of = {x.as<float>(), batch_stride(x), x.stride[1]};
     made->corrected = true;
   }
-  made->tiled = !shared;
+  bool tiled = !shared, slow = false;
   for (const Call& call : made->calls) {
     const View& view = *call.keys;
     const bool with_mean = view.kind == Kind::concat && view.count == 2 && view.parts[1].kind == Kind::rotated_mean;
-    made->tiled &= view.kind != Kind::exact && (!keeps_query || (with_mean && 2 * view.parts[0].D == D));
+    tiled &= keeps_query ? with_mean && 2 * view.parts[0].D == D : view.kind != Kind::exact || !made->query.given();
+    slow |= is_decoded(view) || is_decoded(*call.values);
   }
+  if (tiled) made->tile_rows = slow ? kLeastDecodedRows : kLeastCodedRows;
   return made.release();
 }
 

@@ -34,18 +34,18 @@ void merge_row(const MergeChunk& call, int64_t b, int64_t h, int64_t r, float* s
   for (int64_t s = 0; s < call.count; s++) {
     const auto& of = call.segments[s];
     weights[s] = of.lse[b * of.lse_stride[0] + h * of.lse_stride[1] + r * of.lse_stride[2]];
-    most = weights[s] > most ? weights[s] : most;
+    most = weights[s] > most || weights[s] != weights[s] ? weights[s] : most;  // NaN stays
   }
   for (int64_t d = 0; d < call.D; d++) sum[d] = 0;
   auto* out = static_cast<typename To::Bits*>(call.out) + ((b * call.q + i) * call.H * call.G + head) * call.D;
-  if (most > -std::numeric_limits<float>::infinity()) {
+  if (most != -std::numeric_limits<float>::infinity()) {
     for (int64_t s = 0; s < call.count; s++) total += weights[s] = std::exp(weights[s] - most);
     if (call.sinks) total += std::exp(call.sinks[head] - most);
     for (int64_t s = 0; s < call.count; s++) {
       const auto& of = call.segments[s];
       const float* x = of.out + b * of.out_stride[0] + h * of.out_stride[1] + r * of.out_stride[2];
       const float share = weights[s] / total;
-      if (share > 0)
+      if (share != 0)
         for (int64_t d = 0; d < call.D; d++) sum[d] += share * x[d];
     }
   }

@@ -1,6 +1,7 @@
 // Packed pages of a layer as the extension holds them between calls.
 #pragma once
 
+#include <limits>
 #include <utility>
 #include <vector>
 
@@ -38,7 +39,9 @@ struct NativePages {
   OutputMap output;
   std::vector<Correction> corrections;  // of each page
   bool corrected = false;               // some page has a correction
-  bool tiled = false;                   // tiles of their keys can be mapped back to the model's channels
+  // Query rows from which packed tokens are decoded in tiles; none if keys in tiles cannot be mapped back to the
+  // model's channels.
+  int64_t tile_rows = std::numeric_limits<int64_t>::max();
   int64_t B = 1, H = 0;
 
   void check_unmoved() const {

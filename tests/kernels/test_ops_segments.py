@@ -92,18 +92,20 @@ def test_refusals_name_the_segment():
 @pytest.mark.parametrize(("B", "H", "G", "q", "D"), [(1, 1, 4, 70, 80), (2, 3, 2, 1, 64), (1, 3, 1, 130, 16)])
 @pytest.mark.parametrize("with_sinks", [False, True])
 def test_chunks_are_merged_from_any_strides(dtype, segments, B, H, G, q, D, with_sinks):
-    """Some rows see nothing in one segment, and the first rows see nothing at all."""
+    """Some rows see nothing in one segment, the first rows see nothing at all, and the second ones NaN."""
     torch.manual_seed(0)
     lses = [torch.randn(B, G * q, H).transpose(1, 2) * 5 for _ in range(segments)]
     lses[-1][:, :, -1] = float("-inf")
     for lse in lses:
         lse[:, :, 0] = float("-inf")
+    lses[0][0, :, 1] = float("nan")
     outs = [torch.randn(B, G * q, H, D).transpose(1, 2) for _ in range(segments)]
     outs = [out.masked_fill_(lse.isneginf()[..., None], 0.0) for out, lse in zip(outs, lses, strict=True)]
     query, sinks = torch.zeros(B, H * G, q, D, dtype=dtype), torch.randn(H * G) if with_sinks else None
     found = cpu_attend.merge_chunk(outs, lses, query, sinks)
     expected = merge_chunk.reference(outs, lses, query, sinks)
     atol = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}[dtype]
-    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol, equal_nan=True)
+    assert found[0].isnan().any(-1).sum() == H
     with pytest.raises(ValueError, match="lses: expected"):
         cpu_attend.merge_chunk(outs, [lse[:, :, :0] for lse in lses], query, sinks)
