@@ -79,6 +79,7 @@ def test_demo_uses_a_calibration(tiny: str, capfd, tmp_path: Path) -> None:
         (("-r", "kvquant", "--length", "4096"), "--length 4,096 is more than the model's context of 2,048"),
         (("-r", "kvquant", "--length", "8", "--sinks", "8"), "8 sinks leave nothing"),
         (("-r", "kvquant", "--text", "no-such-text"), "cannot read the text 'no-such-text'"),
+        (("-r", "kvquant", "--out", "/dev/null/x.safetensors"), "/dev/null is not a folder that can be written"),
         (("-r", "kvquant", "--out", "x.pt"), "--out x.pt is not a folder and does not end in .safetensors"),
         (("-r", "kvquant:bits=2..3", "--out", "x.safetensors"), "and these recipes need 2 files: give a folder"),
         ((), "give --recipe RECIPE, or --storage"),

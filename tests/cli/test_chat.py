@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 import signal
@@ -93,12 +94,35 @@ def test_a_turn_reads_its_own_tokens_only(talk, fed, capsys):
 
 
 def test_a_document_precedes_the_first_question_only(talk, fed, capsys):
-    talk.document = "A text. " * 20
-    talk.ask("Who?")
-    assert fed[0] == 160 + len("\n\nWho?") + 3
-    fed.clear()
-    talk.ask("Who?")
-    assert fed[0] < 20
+    talk.document = talk.unread = "A text. " * 20
+    for _ in range(2):
+        talk.ask("Who?")
+        assert fed[0] == 160 + len("\n\nWho?") + 3
+        fed.clear()
+        talk.ask("Who?")
+        assert fed[0] < 20
+        talk.reset()
+        fed.clear()
+
+
+def test_a_document_follows_a_loaded_conversation(say, tiny, monkeypatch, capfd, tmp_path):
+    file, text = tmp_path / "a.cache", tmp_path / "doc.txt"
+    text.write_text("A text. " * 20)
+    say(QUESTION, f"/save {file}")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Who?\n/size\n"))
+    assert cli.run(["chat", tiny, "--load", str(file), "--file", str(text), "--max-new-tokens", "8"]) == 0
+    said = next(line for line in capfd.readouterr().out.splitlines()[1:] if line.startswith("CompressedCache"))
+    assert int(said.split(": ")[1].split()[0]) > 49 + 160
+
+
+@pytest.mark.parametrize("how", ["--load", "/load"])
+def test_a_storage_file_is_loaded_into_the_recipe(tiny, monkeypatch, capfd, tmp_path, how):
+    file = tmp_path / "a.cache"
+    run_json(capfd, "prompt-cache", "build", "-p", "A text. " * 20, "-m", tiny, "--storage", "8", "-o", str(file))
+    options, lines = (["--load", str(file)], []) if how == "--load" else ([], [f"/load {file}"])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join([*lines, "/size"])))
+    assert cli.run(["chat", tiny, "-r", "kivi:bits=2", *options]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("CompressedCache(kivi:bits=2): 16")
 
 
 def test_a_prompt_is_read_in_chunks(network, fed, capsys):
@@ -205,11 +229,24 @@ def test_turns_follow_the_template(network):
     assert said == "<|user|>one<|end|><|answer|>yes<|end|><|user|>two<|end|><|answer|>"
 
 
-def test_wrong_options(tiny, capfd):
+def test_templates_without_ends_or_earlier_answers(network):
+    tokenizer = copy.copy(network[1])
+    turns = Turns(tokenizer)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    turns.ids = tokenizer("oneyes")["input_ids"]
+    assert tokenizer.decode(turns.prompt("two")[0]) == "oneyestwo"
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    with pytest.raises(UserError, match="leaves earlier answers out"):
+        turns.prompt("two")
+
+
+def test_wrong_options(tiny, capfd, talk, tmp_path):
+    talk.ask(QUESTION)
+    talk.save(str(tmp_path / "a.cache"))
     for options, words in (
         (("--dtype", "int8"), "is not one of: auto"),
         (("--load", "/none"), "/none"),
-        (("--load", "/none", "-r", "kivi"), "leave -r and --system out"),
+        (("--load", str(tmp_path / "a.cache"), "-r", "kivi"), "leave -r and --system out"),
     ):
         assert cli.run(["chat", tiny, *options]) == 2
         assert words in capfd.readouterr().err

@@ -124,6 +124,10 @@ def _check_out(out: Path | None, recipes: int) -> None:
         raise UserError(
             f"--out {out} is not a folder and does not end in .safetensors: give an existing folder or such a file"
         )
+    folder = out if recipes > 1 or out.is_dir() else out.parent
+    above = next(place for place in (folder, *folder.parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise UserError(f"--out {out}: {above} is not a folder that can be written; give another")
 
 
 def _check_length(length: int, network: Any) -> None:

@@ -62,8 +62,10 @@ def chat(
     check_temperature(temperature)
     checked_dtype(dtype)
     chunk = chunk_of(prefill_chunk)
-    if cache is not None and (recipe or system):
-        raise UserError("--load goes on with the recipe and the instruction of the file: leave -r and --system out")
+    packed = cache is not None and not holds_any_recipe(cache)
+    if cache is not None and (system or (recipe and packed)):
+        what, options = ("recipe and the instruction", "-r and --system") if packed else ("instruction", "--system")
+        raise UserError(f"--load goes on with the {what} of the file: leave {options} out")
     document = None if file is None else read_text(None, file, None)
     with output.step("loading torch and transformers"):
         import torch
@@ -76,13 +78,13 @@ def chat(
         parsed = Recipe.parse(recipe or output.DEFAULT_RECIPE)
     network, tokenizer = load(model, dtype)
     with output.step("looking for the calibration"):
-        learnt = None if cache else calibration_for(network, parsed, calibration)
+        learnt = None if packed else calibration_for(network, parsed, calibration)
     torch.manual_seed(seed)
     sampling = Sampling(max_new_tokens, temperature, prefill_chunk=chunk)
     talk = Chat(network, tokenizer, parsed, learnt, sampling, system)
-    talk.document = document
     if cache is not None:
         talk.load(str(cache))
+    talk.document = talk.unread = document
     if sys.stdin.isatty():
         output.show(f"{model}, {talk.cache.recipe.name}. /help lists the commands.")
         with contextlib.suppress(ImportError):
@@ -115,7 +117,10 @@ def _lines(status: Callable[[], str]) -> Iterator[str]:
 
 
 class Chat:
-    """One conversation with a model. document: text that precedes the first question."""
+    """One conversation with a model.
+
+    document: text that precedes the first question. unread: the same until that question is answered.
+    """
 
     def __init__(
         self, model: Any, tokenizer: Any, recipe: Any, calibration: Any, sampling: Sampling, system: str | None
@@ -125,8 +130,10 @@ class Chat:
 
         self._model, self._tokenizer, self._sampling = model, tokenizer, sampling
         self._new_turns = lambda: Turns(tokenizer, system)
+        self._packed_with = recipe, calibration
         self.turns, self.cache = self._new_turns(), tersekv.CompressedCache(model.config, recipe, calibration)
         self.document: str | None = None
+        self.unread: str | None = None
 
     def status(self) -> str:
         """Return the prompt line, with the size of the cache."""
@@ -159,8 +166,8 @@ class Chat:
         from tersekv.models.config import longest_context
         from tersekv.serving.local.answers import Stop, Stopped, answer
 
-        first = self.document if not self.turns.ids else None
-        ids = self.turns.prompt(question if first is None else f"{first}\n\n{question}").to(self._model.device)
+        asked = question if self.unread is None else f"{self.unread}\n\n{question}"
+        ids = self.turns.prompt(asked).to(self._model.device)
         longest = longest_context(self._model.config)
         if longest and ids.shape[1] + self._sampling.max_tokens > longest:
             raise UserError(
@@ -187,13 +194,14 @@ class Chat:
                 output.stream(" [stopped]" if new else "[stopped before the answer; the question is left out]")
         output.stream("\n")
         if new or not stop.is_set():
-            self.turns.ids = [*ids[0].tolist(), *new]
+            self.turns.ids, self.unread = [*ids[0].tolist(), *new], None
         elif self.cache.get_seq_length() > len(self.turns.ids):  # chunks of the question were read
             self.cache.keep_common(ids[:, : max(1, len(self.turns.ids))])
 
     def reset(self) -> None:
         """Start over, with an empty cache of the same recipe."""
         self.cache, self.turns = self.cache.empty(self._model.config), self._new_turns()
+        self.unread = self.document
 
     def save(self, path: str) -> None:
         """Write the cache and its token ids to a file."""
@@ -207,16 +215,24 @@ class Chat:
         """Go on from a file."""
         import tersekv
 
+        recipe, calibration = self._packed_with if holds_any_recipe(Path(path)) else (None, None)
         with output.step(f"loading {path}"):
-            cache = tersekv.CompressedCache.load(path, self._model)
+            cache = tersekv.CompressedCache.load(path, self._model, recipe=recipe, calibration=calibration)
         held = cache.token_ids.joined()
-        if held is None:
+        if held is None or len(held) > 1:
             raise UserError(
                 f"{path} was saved without token ids, or is a batch: /save and prompt-cache build keep them"
             )
         self.cache, self.turns = cache, self._new_turns()
-        self.turns.ids = held[0].tolist()
+        self.turns.ids, self.unread = held[0].tolist(), None
         output.show(f"{path}: {cache!r}")
+
+
+def holds_any_recipe(path: Path) -> bool:
+    """Return True if a file loads into a cache of any recipe. Raise UserError if it holds no cache."""
+    from tersekv.cache.tensor_file import read_said
+
+    return "storage" in read_said(path.expanduser())[0]
 
 
 @contextlib.contextmanager

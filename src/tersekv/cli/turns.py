@@ -34,13 +34,16 @@ class Turns:
             added = self._encoded(f"\n\n{text}{tail}")
         else:
             said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
-            added = self._encoded(self._rendered([*said, {"role": "user", "content": text}]).split(MARK, 1)[1])
+            _, found, after = self._rendered([*said, {"role": "user", "content": text}]).partition(MARK)
+            if not found:
+                raise UserError("this model's chat template leaves earlier answers out, so one cache cannot go on")
+            added = self._encoded(after)
         return torch.tensor([self.ids + added])
 
     def _is_open(self, head: str, tail: str) -> bool:
         """True if the conversation is a question without its end, as in a file of `prompt-cache build`."""
-        start, end = self._encoded(head), self._encoded(tail)[0]
-        return self.ids[: len(start)] == start and end not in self.ids[len(start) :]
+        start, end = self._encoded(head), self._encoded(tail)[:1]
+        return self.ids[: len(start)] == start and bool(end) and end[0] not in self.ids[len(start) :]
 
     def _around(self, text: str) -> tuple[str, str]:
         head, _, tail = self._rendered([{"role": "user", "content": text}]).partition(text)

@@ -27,7 +27,7 @@ class PromptCaches:
 
     def __init__(self, new: Callable[[], CompressedCache], most_bytes: int) -> None:
         self._new, self._most = new, most_bytes
-        self._held: list[CompressedCache] = []
+        self._held: list[tuple[CompressedCache, int]] = []  # with its bytes, because counting them takes long
 
     def __len__(self) -> int:
         return len(self._held)
@@ -39,24 +39,24 @@ class PromptCaches:
         out, else copied, because another prompt may go on with it.
         """
         prompt = without_padding(ids)
-        common = [cache.token_ids.common(prompt) for cache in self._held]
+        common = [cache.token_ids.common(prompt) for cache, _ in self._held]
         best = max(range(len(common)), key=lambda i: common[i], default=None)
-        if best is None or common[best] < max(FEWEST, SHARE * _first_prompt(self._held[best])):
+        if best is None or common[best] < max(FEWEST, SHARE * _first_prompt(self._held[best][0])):
             return self._new()
-        if common[best] == self._held[best].get_seq_length():
-            return self._held.pop(best)
-        return copy.deepcopy(self._held[best])
+        if common[best] == self._held[best][0].get_seq_length():
+            return self._held.pop(best)[0]
+        return copy.deepcopy(self._held[best][0])
 
     def keep(self, cache: CompressedCache) -> None:
         """Keep a cache as the latest one; remove the oldest ones beyond the limit."""
         if cache.get_seq_length():
-            self._held.append(cache)
+            self._held.append((cache, cache.footprint().total_bytes))
         while self._held and self.bytes() > self._most:
             del self._held[0]
 
     def bytes(self) -> int:
         """Return the packed bytes of all caches."""
-        return sum(cache.footprint().total_bytes for cache in self._held)
+        return sum(size for _, size in self._held)
 
 
 def _first_prompt(cache: CompressedCache) -> int:
