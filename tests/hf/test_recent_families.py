@@ -196,6 +196,56 @@ def test_layers_that_differ_in_their_heads_are_refused():
         tersekv.CompressedCache(config, "kivi")
 
 
+NEMOTRON = {
+    "layers_block_type": ["linear_attention", "full_attention", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 16,
+    "n_groups": 1, "ssm_state_size": 16, "use_mamba_kernels": False,
+}  # fmt: skip
+VISION = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28,
+    "patch_size": 14,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["nemotron_h", "gemma3"])
+def test_generate_packs_where_the_model_does_not_name_the_cache(name):
+    """Its `prepare_inputs_for_generation` takes **kwargs. Attention of Nemotron-H has no RoPE, though its file has."""
+    shape = {k: v for k, v in SHAPE.items() if k != "num_hidden_layers"}
+    if name == "nemotron_h":
+        model = tf.NemotronHForCausalLM(tf.NemotronHConfig(**shape, **HEAD, **NEMOTRON))
+    else:
+        text = tf.Gemma3TextConfig(**SHAPE, **HEAD)
+        model = tf.Gemma3ForConditionalGeneration(
+            tf.Gemma3Config(text_config=text, vision_config=VISION, mm_tokens_per_image=1)
+        )
+    with tersekv.compress(model.eval(), "default"):
+        out = model.generate(prompt(300), max_new_tokens=2, do_sample=False, return_dict_in_generate=True)
+    assert isinstance(out.past_key_values, tersekv.CompressedCache)
+    assert out.past_key_values.footprint().parts["codes"]
+
+
+@pytest.mark.parametrize("kind", ["exaone", "internlm3", "jamba"])
+def test_configs_without_a_modelling_file_and_models_without_rope(kind):
+    cache = tersekv.CompressedCache(tf.AutoConfig.for_model(kind), "default")
+    assert cache.shape.passes_handles
+
+
+def test_sarvam_passes_handles_as_deepseek_does():
+    assert AttentionShape.of(tf.AutoConfig.for_model("sarvam_mla")).passes_handles
+
+
+def test_models_that_read_layers_several_times_are_refused():
+    config = tf.AutoConfig.for_model(
+        "dory", num_hidden_layers=3, n_input_layers=1, n_recurrent_layers=1, n_output_layers=1, n_recurrent_loops=2
+    )
+    with pytest.raises(UserError, match=r"dory reads its layers several times for a token; .*own cache"):
+        tersekv.CompressedCache(config, "kivi")
+
+
+def test_layers_that_store_for_nobody_pass_handles():
+    config = tf.AutoConfig.for_model("gemma4_unified_text", **SHORT, **HEAD, global_head_dim=32, num_kv_shared_layers=0)
+    assert AttentionShape.of(config).passes_handles
+
+
 def test_indexed_attention_is_refused():
     config = tf.Qwen4ExpTextConfig(**SHORT, **HEAD)
     with pytest.raises(UserError, match=r"qwen4_exp_text has layers of type 'indexed_attention'.*own cache"):

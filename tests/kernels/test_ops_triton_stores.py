@@ -95,7 +95,7 @@ def test_heads_with_listed_positions(device, codec, padding, monkeypatch):  # no
     with backends.forced("reference"):
         expected = [attended(s, q, mask) for q, mask in ((1, None), (5, shown))]
     s.to(device)
-    monkeypatch.setattr(Store, "_padded", None)  # would copy all packed tokens
+    monkeypatch.setattr(Store, "_padded", pytest.fail)  # would copy all packed tokens
     for out, call in expected:
         got = attend_store(s, AttentionCall(call.query.to(device), moved(call.mask, device), 0.1))
         assert (got.cpu() - out).norm() <= OUT * out.norm()
@@ -129,7 +129,7 @@ def test_bias_correction_of_rates(device, recipe, rates, padding, monkeypatch): 
         expected, without = attend_store(s, call), attend_store(off, call)
     s.to(device)
     if rates is not None:
-        monkeypatch.setattr(Store, "_padded", None)  # would copy all packed tokens
+        monkeypatch.setattr(Store, "_padded", pytest.fail)  # would copy all packed tokens
     for _ in range(2):  # the second call has the page sets of the first
         got = attend_store(s, AttentionCall(query.to(device), None if mask is None else mask.to(device), 0.125))
         assert (got.cpu() - expected).norm() <= OUT * expected.norm()

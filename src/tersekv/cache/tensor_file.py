@@ -149,7 +149,7 @@ def check_said(path: Path, said: dict[str, Any], size: int) -> None:
     if "kl" in said:  # of the storage file that the tokens are from, if it was measured
         entries["kl"] = number
     if "padding" in said:  # tokens of padding that each row begins with, if they are known
-        entries["padding"] = each(whole(0, MOST), said.get("batch"))
+        entries["padding"] = each(whole(0, MOST))
     try:
         record({**entries, holds: record(STORED) if holds == "storage" else anything}, open_ended=True)(said, "")
     except UserError as error:

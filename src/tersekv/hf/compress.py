@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -271,7 +271,8 @@ def _prepare(
                 "call and of the generation config, or remove compress to use that cache"
             )
         if given_cache(model_kwargs) is None:
-            model_kwargs[cache_name(_original(model, INPUTS))] = template.empty(model.config)
+            # as `generate` itself names it: models that write the method with **kwargs do not tell
+            model_kwargs[cache_name(GenerationMixin.prepare_inputs_for_generation)] = template.empty(model.config)
             generation_config = copy.copy(generation_config)
             generation_config.cache_implementation = None  # transformers rejects "dynamic" together with a cache
         if isinstance(cache := given_cache(model_kwargs), CompressedCache):

@@ -191,6 +191,7 @@ def _check_layers(stores: list[Store], tokens: int) -> None:
 def _check_ids(said: dict[str, Any], ids: Any) -> None:
     """Raise UserError unless the token ids of a file match the shape and hash in its metadata."""
     shape = said["batch"], said["cache"]["tokens"]
+    require(len(said.get("padding", range(shape[0]))) == shape[0], "padding", "is not of as many rows as the batch")
     optional(tensor(torch.int32, *shape))(ids, "ids")
     digest = None if ids is None else ids_digest(ids)
     require(digest == said["ids_sha256"], "ids", "are not those of ids_sha256")

@@ -4,7 +4,6 @@ supported."""
 from __future__ import annotations
 
 import copy
-import importlib
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.errors import UserError
 from tersekv.models.convert import quiet
-from tersekv.models.rope import Ropes
+from tersekv.models.rope import Ropes, modelling
 from tersekv.sizes.cache_size import CacheShape
 
 ATTENTION_TYPES = {
@@ -83,6 +82,7 @@ class AttentionShape(NamedTuple):
                 dims = config.kv_lora_rank, config.qk_rope_head_dim
                 return AttentionShape(layers, heads, 1, *dims, _expands_latents(config) and not _shares(config), True)
             head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+            value_dim = getattr(config, "v_head_dim", None) or head_dim
             kv_heads = _of_decoder(
                 config, "decoder_attention_heads", getattr(config, "num_key_value_heads", None) or heads
             )
@@ -91,13 +91,13 @@ class AttentionShape(NamedTuple):
                 f"the layers of {config.model_type} differ in their heads or head dims; tersekv serves models with "
                 "equal layers, use transformers' own cache"
             ) from error
-        return AttentionShape(layers, heads, kv_heads, head_dim, head_dim, not _shares(config))
+        return AttentionShape(layers, heads, kv_heads, head_dim, value_dim, not _shares(config))
 
 
 def _shares(config: PreTrainedConfig) -> bool:
     """True if some layers read the keys and values of others."""
     modes = getattr(config, "kv_sharing_modes", None) or ()
-    return bool(getattr(config, "num_kv_shared_layers", 0)) or any(mode is not None for mode in modes)
+    return bool(getattr(config, "num_kv_shared_layers", 0)) or any(str(mode).startswith("reuse") for mode in modes)
 
 
 def _expands_latents(config: PreTrainedConfig) -> bool:
@@ -162,7 +162,7 @@ def masks_windows(config: PreTrainedConfig) -> bool:
 def _modelling(config: PreTrainedConfig) -> dict[str, Any]:
     """Return what a config's modelling file defines by name; nothing if there is no such file."""
     try:
-        return vars(importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_")))
+        return vars(modelling(config))
     except ImportError:
         return {}
 
@@ -175,6 +175,8 @@ def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
     """
     if getattr(config, "cross_attention_layers", None):
         raise UserError(f"{config.model_type} has layers of cross-attention; tersekv serves decoder-only models")
+    if (getattr(config, "n_recurrent_loops", None) or 1) > 1:
+        raise UserError(f"{config.model_type} reads its layers several times for a token; {OWN_CACHE}")
     types = getattr(config, "layer_types", None)
     if types is None:
         windowed = getattr(config, "sliding_window", None) is not None and getattr(config, "use_sliding_window", True)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
+import sys
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.configuration_utils import PreTrainedConfig
 
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
@@ -46,6 +50,25 @@ class KeyProbe(Exception):  # noqa: N818  # it stops an attention module whose k
         """Note if the keys [B, H, n, D] require a gradient, and stop the attention module."""
         self.rotated = keys.requires_grad
         raise self
+
+
+WORDS = "rotary", "rotate", "rope"
+"""Parts of names of code with RoPE."""
+
+
+def modelling(config: PreTrainedConfig) -> ModuleType:
+    """Return the modelling file of a config, or that of the model class it is for, as some configs have none.
+
+    Raises:
+        ImportError: there is neither.
+    """
+    try:
+        return importlib.import_module(type(config).__module__.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        made = AutoModelForCausalLM._model_mapping.get(type(config), None)
+        if made is None:
+            raise
+        return sys.modules[made.__module__]
 
 
 class Ropes:
@@ -112,8 +135,18 @@ class Ropes:
 
     @functools.cached_property
     def _any(self) -> bool:
-        """True if the modelling file has a RoPE."""
-        return any(word in name.lower() for name in vars(self._modelling()) for word in ("rotary", "rotate", "rope"))
+        """True if the modelling file has a RoPE, which is more than functions that no attention of it calls."""
+        names = vars(self._modelling())
+        if any("rotaryembedding" in name.lower() for name in names):
+            return True
+        if not any(word in name.lower() for name in names for word in WORDS):
+            return False
+        made = [of for name, of in names.items() if name.endswith("Attention") and isinstance(of, type)]
+        try:
+            read = [inspect.getsource(of.forward).lower() for of in made]
+        except OSError:
+            return True
+        return not read or any(re.search(r"rotary|rotate|\brope", text) for text in read)
 
     def _kind(self, layer: int) -> str | None:
         """Return the layer's type if the model has a RoPE for each type, else None."""
@@ -260,9 +293,8 @@ class Ropes:
             raise UserError(f"{self._why()} it does not rotate pairs of channels")
 
     def _modelling(self) -> ModuleType:
-        name = type(self.config).__module__.replace(".configuration_", ".modeling_")
         try:
-            return importlib.import_module(name)
+            return modelling(self.config)
         except ImportError as error:
             raise UserError(f"{self._why()} it has no modelling file ({error})") from error
 
