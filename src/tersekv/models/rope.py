@@ -141,7 +141,7 @@ class Ropes:
             return True
         if not any(word in name.lower() for name in names for word in WORDS):
             return False
-        made = [of for name, of in names.items() if name.endswith("Attention") and isinstance(of, type)]
+        made: list[Any] = [of for name, of in names.items() if name.endswith("Attention") and isinstance(of, type)]
         try:
             read = [inspect.getsource(of.forward).lower() for of in made]
         except OSError:
