@@ -51,27 +51,15 @@ FIT_PARTS = 8
 
 
 class Tokens(NamedTuple):
-    """Tokens of one side with their RoPE angles, or None.
-
-    made: list in which `codec_input` keeps what it has made of them, if they are fitted and encoded; or None.
-    """
+    """Tokens of one side with their RoPE angles, or None."""
 
     x: Tensor
     angles: Angles | None = None
-    made: list[Tensor] | None = None
 
 
 def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
     """Return float32 tokens for the codec: keys without RoPE, or without their rotated mean."""
-    if not tokens.made:
-        made = _codec_input(codec, tokens.x, tokens.angles)
-        if tokens.made is None:
-            return made
-        tokens.made.append(made)
-    return tokens.made[0]
-
-
-def _codec_input(codec: Codec, x: Tensor, angles: Angles | None) -> Tensor:
+    x, angles = tokens
     if angles is None or not x.shape[2]:
         return x.to(torch.float32, memory_format=torch.contiguous_format)
     if codec.centred:
@@ -131,7 +119,7 @@ def _with_mean(codec: Codec, parts: Sequence[Tokens]) -> Codec:
 
 def _mean_without_rope(parts: Sequence[Tokens]) -> Tensor:
     """Return the mean of keys before RoPE, float32 [B, H, 1, D]."""
-    total = sum(sum_without_rope(part.x, part.angles) for part in parts)
+    total = sum(sum_without_rope(*part) for part in parts)
     assert isinstance(total, Tensor)
     return total / sum(part.x.shape[2] for part in parts)
 

@@ -64,24 +64,21 @@ def encoded_side(
     """
     sides = [tier.sides[side] for tier in store.tiers]
     codecs = [packed.codec for packed in sides]
-    made: list[Tensor] = []
     if codecs[0].needs_fit == "prompt" and not x.is_meta:
         log.debug("fitting %s to a prompt of %d tokens", codecs[0].label, old.shape[2] + x.shape[2])
         waiting = torch.cat([old, x], dim=2) if old.shape[2] else x
         sinks = torch.cat([store.sinks.data[side], sinks], dim=2)
-        if waiting.numel() <= coding.ENCODE_ELEMENTS:
-            waiting = waiting.float()  # once: operations on two dtypes take long
-        codecs[0] = _fitted(store, side, codecs[0], sinks, waiting, call, loss, made)
+        codecs[0] = _fitted(store, side, codecs[0], sinks, waiting, call, loss)
         codecs[1:] = [codecs[0].at_rate(packed.bits) for packed in sides[1:]]
     log.debug("packing %d tokens with %s", call.leave, codecs[0].label)
     if call.tiers is not None:
-        return list(zip(codecs, by_rate(store, side, codecs, joined(old, x), call, call.tiers, made), strict=True))
+        return list(zip(codecs, by_rate(store, side, codecs, joined(old, x), call, call.tiers), strict=True))
     ahead, sides[0].ahead = sides[0].ahead, None
     if ahead is not None and ahead.is_of(codecs[0], call.place, old[:, :, : call.leave]):
         return [(codecs[0], ([ahead.planes], sides[0].lost))]
     processes = call.processes
     share = None if processes is None else lambda sums: sums.share(processes, x)
-    parts = _consecutive(store, side, call.which, old, x, call, made)
+    parts = _consecutive(store, side, call.which, old, x, call)
     return [(codecs[0], sides[0].encoded(codecs[0], parts, store.heads, share))]
 
 
@@ -122,17 +119,11 @@ class Piece(NamedTuple):
 
 
 def by_rate(
-    store: Store,
-    side: int,
-    codecs: Sequence[Codec],
-    x: Tensor,
-    call: Packing,
-    tiers: Sequence[OfTier],
-    inputs: Sequence[Tensor] = (),
+    store: Store, side: int, codecs: Sequence[Codec], x: Tensor, call: Packing, tiers: Sequence[OfTier]
 ) -> list[Encoded]:
     """Return the new blocks of each tier, with room for as many in every head as the head with the most of them has.
 
-    codecs: of the tiers. x: tokens [B, H, leave or more, D]. inputs: `codec_input` of all of them, or nothing.
+    codecs: of the tiers. x: tokens [B, H, leave or more, D].
     """
     (B, H, _, D), n = x.shape, call.leave
     counts = [of.counts for of in tiers]
@@ -151,7 +142,7 @@ def by_rate(
         heads = slice(first, min(first + step, H))
         of = codecs if step >= H else [codec.of_heads(first, heads.stop - first) for codec in codecs]
         own = x[:, heads, :n]
-        before = inputs[0][:, heads, :n] if inputs else _inputs(store, side, of[0], own, call.place)
+        before = _inputs(store, side, of[0], own, call.place)
         for some in _together(store, own, counts, heads):
             parts = []
             for tier, which, start, stop in some:
@@ -262,34 +253,20 @@ def _lost(
 
 
 def _consecutive(
-    store: Store, side: int, which: range, old: Tensor, x: Tensor, call: Packing, made: Sequence[Tensor]
+    store: Store, side: int, which: range, old: Tensor, x: Tensor, call: Packing
 ) -> Iterator[tuple[Tokens, Tensor | None]]:
-    """Yield tokens of old and x in parts, and which of them count, see `PackedSide.encoded`.
-
-    made: `codec_input` of all of them, or nothing.
-    """
+    """Yield tokens of old and x in parts, and which of them count, see `PackedSide.encoded`."""
     n, place = old.shape[2], call.place
     for start, stop in coding.chunks(which.start, which.stop, store.flush_tokens, x):
         new = x[:, :, max(0, start - n) : max(0, stop - n)]
         part = joined(old[:, :, start : min(stop, n)], new) if start < n else new
-        tokens = with_angles(store, side, part, place + start)._replace(
-            made=[m[:, :, start:stop] for m in made] or None
-        )
-        yield tokens, _shown(range(place + start, place + stop), call.hidden)
+        yield with_angles(store, side, part, place + start), _shown(range(place + start, place + stop), call.hidden)
 
 
 def _fitted(
-    store: Store,
-    side: int,
-    codec: Codec,
-    sinks: Tensor,
-    x: Tensor,
-    call: Packing,
-    loss: TokenLoss | None,
-    made: list[Tensor],
+    store: Store, side: int, codec: Codec, sinks: Tensor, x: Tensor, call: Packing, loss: TokenLoss | None
 ) -> Codec:
-    """Return the codec fitted on the prompt. x: the tokens from `call.place` on. made: gets their `codec_input` if they
-    are few."""
+    """Return the codec fitted on the prompt. x: the tokens from `call.place` on."""
     place, stretches = call.place, coding.fit_stretches(x.shape[2])
     if loss is None and codec.observes:
         log.debug("no queries were observed: all tokens of the prompt have the same weight in the fit")
@@ -310,8 +287,6 @@ def _fitted(
         parts = [Tokens(kept, rotary.at(places.to(x.device)))]
     else:
         parts = [with_angles(store, side, x[:, :, start:stop], place + start) for start, stop in stretches]
-        if len(parts) == 1 and x.numel() <= coding.ENCODE_ELEMENTS:
-            parts[0] = parts[0]._replace(made=made)
     return coding.fitted(codec, parts, with_angles(store, side, sinks, 0, own_sinks=True), store.heads, loss)
 
 

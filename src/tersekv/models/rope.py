@@ -52,10 +52,6 @@ class KeyProbe(Exception):  # noqa: N818  # it stops an attention module whose k
         raise self
 
 
-WORDS = "rotary", "rotate", "rope"
-"""Parts of names of code with RoPE."""
-
-
 def modelling(config: PreTrainedConfig) -> ModuleType:
     """Return the modelling file of a config, or that of the model class it is for, as some configs have none.
 
@@ -139,7 +135,7 @@ class Ropes:
         names = vars(self._modelling())
         if any("rotaryembedding" in name.lower() for name in names):
             return True
-        if not any(word in name.lower() for name in names for word in WORDS):
+        if not any(word in name.lower() for name in names for word in ("rotary", "rotate", "rope")):
             return False
         made: list[Any] = [of for name, of in names.items() if name.endswith("Attention") and isinstance(of, type)]
         try:
