@@ -94,19 +94,6 @@ void dense_sums(const char* value, int64_t step, int64_t count, int64_t D, const
   if (d < D) lanes(Index<1>{}, d, [&](const char* p) TERSEKV_INLINE { return S::template load_as_n<T>(p, D - d); });
 }
 
-// Call body with the type as a compile-time constant.
-template <class Body>
-void with_type(Float type, Body&& body) {
-  switch (type) {
-    case Float::f32:
-      return body(std::integral_constant<Float, Float::f32>{});
-    case Float::f16:
-      return body(std::integral_constant<Float, Float::f16>{});
-    default:
-      return body(std::integral_constant<Float, Float::bf16>{});
-  }
-}
-
 template <class S>
 void exact_scores(const Node& node, Span span, float* score, int64_t score_stride) {
   const DenseView& v = node.view->dense;

@@ -1,4 +1,5 @@
-// Binding of fits on a prompt: kernels/weighted_sums.py, fitted_basis of kernels/basis.py and kernels/observed_loss.py.
+// Binding of fits on a prompt: kernels/weighted_sums.py, fitted_basis of kernels/basis.py, kernels/observed_loss.py and
+// kernels/rotated_mean.py.
 #include <nanobind/nanobind.h>
 
 #include <vector>
@@ -7,6 +8,69 @@
 
 namespace tersekv {
 namespace {
+
+// Floats [B, H, T, D] whose channels are contiguous.
+TokenRows token_rows(const char* name, nb::handle tensor) {
+  const Tensor x = tensor_of(name, tensor, kFloats);
+  if (x.dims != 4) fail(std::string(name) + ": ", "expected [B, H, T, D]");
+  const int64_t D = x.shape[3], bytes = x.type == Type::f32 ? 4 : 2;
+  if (D % kLanes || x.last_stride() != 1)
+    throw NotTaken(std::string(name) + " has channels that are not a multiple of 16, or not contiguous");
+  return {x.as<char>(),        x.float_type(),      x.shape[0],         x.shape[1], x.shape[2], D,
+          x.stride[0] * bytes, x.stride[1] * bytes, x.stride[2] * bytes};
+}
+
+// cos and sin [1 or B, 1 or H, T, D], contiguous.
+RotatedTokens rotated_tokens(nb::handle x, nb::handle cos, nb::handle sin) {
+  RotatedTokens call;
+  call.x = token_rows("x", x);
+  const Tensor c = tensor_of("cos", cos, kFloat32), s = tensor_of("sin", sin, kFloat32);
+  if (c.dims != 4) fail("cos: ", "expected [1 or B, 1 or H, T, D]");
+  const int64_t rows = c.shape[0], heads = c.shape[1], size = call.x.T * call.x.D;
+  if ((rows != 1 && rows != call.x.B) || (heads != 1 && heads != call.x.H))
+    fail("cos: ", "expected 1 or all batch rows and heads of x");
+  for (const auto& [name, tensor] : {std::pair{"cos", &c}, std::pair{"sin", &s}})
+    expect("", name, *tensor, {{"B", rows}, {"H", heads}, {"T", call.x.T}, {"D", call.x.D}}, 0);
+  call.cos = c.as<float>();
+  call.sin = s.as<float>();
+  call.angles_b = rows > 1 ? heads * size : 0;
+  call.angles_h = heads > 1 ? size : 0;
+  return call;
+}
+
+// along and across float32 [B, H, D], contiguous.
+void py_rotated_sums(nb::handle x, nb::handle cos, nb::handle sin, nb::handle along, nb::handle across, int threads) {
+  RotatedTokens call = rotated_tokens(x, cos, sin);
+  const Tensor first = tensor_of("along", along, kFloat32), second = tensor_of("across", across, kFloat32);
+  for (const auto& [name, tensor] : {std::pair{"along", &first}, std::pair{"across", &second}})
+    expect("", name, *tensor, {{"B", call.x.B}, {"H", call.x.H}, {"D", call.x.D}}, 0);
+  call.first = output<float>(first);
+  call.second = output<float>(second);
+  const int64_t heads = call.x.B * call.x.H;
+  if (heads * call.x.D > 0)
+    run_blocks(encoders().rotated_sums, call, heads * call.x.D / kLanes,
+               0.2 * static_cast<double>(heads * call.x.T * call.x.D), threads);
+}
+
+// mean and across [1 or B, H, D], out [B, H, T, D], float32 and contiguous.
+void py_without_rotated_mean(nb::handle x, nb::handle mean, nb::handle across, nb::handle cos, nb::handle sin,
+                             nb::handle out, int threads) {
+  RotatedTokens call = rotated_tokens(x, cos, sin);
+  const Tensor a = tensor_of("mean", mean, kFloat32), b = tensor_of("across", across, kFloat32),
+               to = tensor_of("out", out, kFloat32);
+  if (a.dims != 3 || (a.shape[0] != 1 && a.shape[0] != call.x.B)) fail("mean: ", "expected [1 or B, H, D]");
+  for (const auto& [name, tensor] : {std::pair{"mean", &a}, std::pair{"across", &b}})
+    expect("", name, *tensor, {{"B", a.shape[0]}, {"H", call.x.H}, {"D", call.x.D}}, 0);
+  expect("", "out", to, {{"B", call.x.B}, {"H", call.x.H}, {"T", call.x.T}, {"D", call.x.D}}, 0);
+  call.mean = a.as<float>();
+  call.across = b.as<float>();
+  call.mean_b = a.shape[0] > 1 ? call.x.H * call.x.D : 0;
+  call.first = output<float>(to);
+  const int64_t heads = call.x.B * call.x.H;
+  if (heads * call.x.T * call.x.D > 0)
+    run_blocks(encoders().without_rotated_mean, call, heads * call.tasks_of_head(),
+               0.2 * static_cast<double>(heads * call.x.T * call.x.D), threads);
+}
 
 // x [rows, T, D] and weights [rows, T], contiguous; total [rows, D] and squares [rows, D, D], float64.
 void py_weighted_sums(nb::handle x, nb::handle weights, nb::handle total, nb::handle squares, int threads) {
@@ -64,39 +128,39 @@ void py_fitted_basis(nb::handle covariance, nb::handle metric, nb::handle channe
   if (call.heads * call.D > 0) run_blocks(encoders().fit_basis, call, call.heads, cubes, threads);
 }
 
-// query [heads, R, D], keys [heads, T, D], values [heads, T, Dv], mask bool [masks, q, T], counts [1 or B, T], sinks
-// [H, R] or None; of_keys and of_values [heads, T], shares [heads, R]. All are contiguous, and float32 but for
-// the mask.
+// query [heads, R, D], keys [B, H, T, D], values [B, H, T, Dv], mask bool [masks, q, T], counts [1 or B, T], sinks
+// [H, R] or None; of_keys and of_values [heads, T], shares [heads, R]. All but keys and values are contiguous, and
+// float32 but for the mask.
 void py_observed_loss(nb::handle query, nb::handle keys, nb::handle values, nb::handle mask, nb::handle counts,
-                      nb::handle sinks, int64_t H, double scaling, double softcap, nb::handle of_keys,
-                      nb::handle of_values, nb::handle shares, int threads) {
-  const Tensor q = tensor_of("query", query, kFloat32), k = tensor_of("keys", keys, kFloat32),
-               v = tensor_of("values", values, kFloat32), seen = tensor_of("mask", mask, kBool),
+                      nb::handle sinks, double scaling, double softcap, nb::handle of_keys, nb::handle of_values,
+                      nb::handle shares, int threads) {
+  ObservedLoss call;
+  call.keys = token_rows("keys", keys);
+  call.values = token_rows("values", values);
+  const Tensor q = tensor_of("query", query, kFloat32), seen = tensor_of("mask", mask, kBool),
                coded = tensor_of("counts", counts, kFloat32), logits = optional_tensor("sinks", sinks, kFloat32),
                first = tensor_of("of_keys", of_keys, kFloat32), second = tensor_of("of_values", of_values, kFloat32),
                sums = tensor_of("shares", shares, kFloat32);
-  for (const auto& [name, tensor] : {std::pair{"query", &q}, std::pair{"values", &v}, std::pair{"mask", &seen}})
+  for (const auto& [name, tensor] : {std::pair{"query", &q}, std::pair{"mask", &seen}})
     if (tensor->dims != 3) fail(std::string(name) + ": ", "expected three dimensions");
   if (coded.dims != 2) fail("counts: ", "expected [1 or B, T]");
-  if (q.shape[0] * q.shape[1] * v.shape[1] == 0) throw NotTaken("there are no rows or no tokens");
-  ObservedLoss call;
+  if (q.shape[0] * q.shape[1] * call.values.T == 0) throw NotTaken("there are no rows or no tokens");
   call.heads = q.shape[0];
-  call.H = in_range("", "H", H, call.heads);
+  call.H = call.values.H;
   call.R = q.shape[1];
   call.D = q.shape[2];
-  call.T = v.shape[1];
-  call.Dv = v.shape[2];
+  call.T = call.values.T;
+  call.Dv = call.values.D;
   call.masks = seen.shape[0];
   call.q = seen.shape[1];
   call.of_counts = coded.shape[0];
-  if (call.D % kLanes || call.Dv % kLanes) throw NotTaken("heads are not a multiple of 16 channels wide");
-  const int64_t B = call.heads / call.H;
+  const int64_t B = call.values.B;
   for (const int64_t of : {call.masks, call.of_counts})
     if (of != 1 && of != B) fail("mask or counts: ", "expected 1 or " + std::to_string(B) + " batch rows");
   if (call.q < 1 || call.R % call.q) fail("mask: ", "expected positions that divide the rows of the query");
-  expect("", "query", q, {{"heads", call.heads}, {"R", call.R}, {"D", call.D}}, 0);
-  expect("", "keys", k, {{"heads", call.heads}, {"T", call.T}, {"D", call.D}}, 0);
-  expect("", "values", v, {{"heads", call.heads}, {"T", call.T}, {"Dv", call.Dv}}, 0);
+  expect("", "query", q, {{"heads", B * call.H}, {"R", call.R}, {"D", call.keys.D}}, 0);
+  if (call.keys.B != B || call.keys.H != call.H || call.keys.T != call.T)
+    fail("keys: ", "expected as many batch rows, heads and tokens as of values");
   expect("", "mask", seen, {{"masks", call.masks}, {"q", call.q}, {"T", call.T}}, 0);
   expect("", "counts", coded, {{"B", call.of_counts}, {"T", call.T}}, 0);
   if (logits.given()) expect("", "sinks", logits, {{"H", call.H}, {"R", call.R}}, 0);
@@ -104,8 +168,6 @@ void py_observed_loss(nb::handle query, nb::handle keys, nb::handle values, nb::
     expect("", name, *tensor, {{"heads", call.heads}, {"T", call.T}}, 0);
   expect("", "shares", sums, {{"heads", call.heads}, {"R", call.R}}, 0);
   call.query = q.as<float>();
-  call.keys = k.as<float>();
-  call.values = v.as<float>();
   call.mask = seen.as<uint8_t>();
   call.counts = coded.as<float>();
   call.sinks = logits.given() ? logits.as<float>() : nullptr;
@@ -131,10 +193,12 @@ void py_observed_loss(nb::handle query, nb::handle keys, nb::handle values, nb::
 }  // namespace
 
 void define_fits(nb::module_& m) {
+  m.def("rotated_sums", &py_rotated_sums);
+  m.def("without_rotated_mean", &py_without_rotated_mean);
   m.def("weighted_sums", &py_weighted_sums);
   m.def("fitted_basis", &py_fitted_basis);
   m.def("observed_loss", &py_observed_loss, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
-        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
 }
 
 }  // namespace tersekv

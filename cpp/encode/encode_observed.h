@@ -2,6 +2,7 @@
 #pragma once
 
 #include "build.h"
+#include "encode_rotated.h"
 #include "encoders.h"
 #include "online_softmax.h"
 #include "row_product.h"
@@ -34,15 +35,17 @@ struct ObservedRows {
         rows(scratch(kObservedTokens * call.widest())),
         panels(scratch(kObservedTokens * call.widest())) {}
 
-  // Call body(first token, tokens, tokens up to a multiple of 16, rows) for tiles of keys or values [T, D]. The last
-  // rows are zeros.
+  // Call body(first token, tokens, tokens up to a multiple of 16, rows) for tiles of keys or values. The last rows are
+  // zeros.
   template <class Body>
-  void tiles(const float* x, int64_t D, Body&& body) {
+  void tiles(const TokenRows& x, Body&& body) {
+    const int64_t D = x.D;
+    const bool floats = x.type == Float::f32 && x.stride_t == D * static_cast<int64_t>(sizeof(float));
     for (int64_t t = 0; t < T; t += kObservedTokens) {
       const int64_t count = T - t < kObservedTokens ? T - t : kObservedTokens, whole = round_up(count, kLanes);
-      const float* from = x + (head * T + t) * D;
-      if (whole != count) {
-        __builtin_memcpy(rows, from, count * D * sizeof(float));
+      const float* from = reinterpret_cast<const float*>(x.row(head, t));
+      if (whole != count || !floats) {
+        float_rows(x, head, t, count, rows);
         for (int64_t i = count * D; i < whole * D; i++) rows[i] = 0.0f;
         from = rows;
       }
@@ -53,7 +56,7 @@ struct ObservedRows {
   // Scores become softmax weights.
   void weigh_rows() {
     const int64_t D = call.D;
-    tiles(call.keys, D, [&](int64_t t, int64_t, int64_t whole, const float* from) {
+    tiles(call.keys, [&](int64_t t, int64_t, int64_t whole, const float* from) {
       product.pack_keys(from, D, whole, D, panels);
       product.multiply(call.query + (head * call.R + first) * D, D, n, D, {panels, D}, whole, false, nullptr,
                        scores + t, padded);
@@ -76,7 +79,7 @@ struct ObservedRows {
     const int64_t D = call.Dv;
     float* out = scratch(n * D);
     for (int64_t i = 0; i < n * D; i++) out[i] = 0.0f;
-    tiles(call.values, D, [&](int64_t t, int64_t, int64_t whole, const float* from) {
+    tiles(call.values, [&](int64_t t, int64_t, int64_t whole, const float* from) {
       product.pack_values(from, D, D, whole, panels);
       product.multiply(scores + t, padded, n, whole, {panels, whole}, D, true, nullptr, out, D);
     });
@@ -90,7 +93,7 @@ struct ObservedRows {
     const float* counts = call.counts + head / call.H % call.of_counts * T;
     const int64_t place = (head * call.tasks_of_head() + first / call.rows_at_once()) * T;
     alignas(64) float lanes[kLanes];
-    tiles(call.values, D, [&](int64_t t, int64_t count, int64_t whole, const float* from) {
+    tiles(call.values, [&](int64_t t, int64_t count, int64_t whole, const float* from) {
       product.pack_keys(from, D, whole, D, panels);
       product.multiply(out, D, n, D, {panels, D}, whole, false, nullptr, products, kObservedTokens);
       for (int64_t i = 0; i < whole; i += kLanes) {

@@ -100,6 +100,30 @@ struct Rotate {
 };
 constexpr int64_t kVectorsAtOnce = 32;
 
+// Tokens of any float type [B, H, T, D], whose channels are contiguous. D is a multiple of 16. Strides count bytes.
+struct TokenRows {
+  const char* data = nullptr;
+  Float type = Float::f32;
+  int64_t B = 0, H = 0, T = 0, D = 0, stride_b = 0, stride_h = 0, stride_t = 0;
+
+  const char* row(int64_t head, int64_t t) const {
+    return data + head / H * stride_b + head % H * stride_h + t * stride_t;
+  }
+};
+
+// Tokens next to a vector of each head that RoPE rotates, see kernels/rotated_mean.py.
+struct RotatedTokens {
+  TokenRows x;
+  const float *cos = nullptr, *sin = nullptr;      // [1 or B, 1 or H, T, D]
+  int64_t angles_b = 0, angles_h = 0;              // strides, 0 of one row or head
+  const float *mean = nullptr, *across = nullptr;  // [1 or B, H, D], of the difference
+  int64_t mean_b = 0;
+  float *first = nullptr, *second = nullptr;  // sums [B, H, D]; first: or the difference [B, H, T, D]
+
+  int64_t tasks_of_head() const { return ceil_div(x.T, kRotatedAtOnce); }
+  static constexpr int64_t kRotatedAtOnce = 256;
+};
+
 // Sums over vectors of rows, each with a weight. D is a multiple of 16.
 struct WeightedSums {
   const float *x = nullptr, *weights = nullptr;  // [rows, T, D] and [rows, T], contiguous
@@ -120,9 +144,10 @@ struct FitBasis {
 
 // What R query rows of each head show of errors in its tokens. D and Dv are multiples of 16.
 struct ObservedLoss {
-  const float *query = nullptr, *keys = nullptr, *values = nullptr;  // [heads, R, D], [heads, T, D], [heads, T, Dv]
-  int64_t heads = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0;             // H: KV heads of a batch row
-  const uint8_t* mask = nullptr;                                     // [masks, q, T]; row r is one of position r % q
+  const float* query = nullptr;  // [heads, R, D]
+  TokenRows keys, values;
+  int64_t heads = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0;  // H: KV heads of a batch row
+  const uint8_t* mask = nullptr;                          // [masks, q, T]; row r is one of position r % q
   int64_t masks = 1, q = 1;
   const float* counts = nullptr;  // [of_counts, T]
   int64_t of_counts = 1;
@@ -147,6 +172,8 @@ struct Encoders {
   void (*encode_polar)(const EncodePolar&, int64_t);
   void (*rotate_dense)(const Rotate&, int64_t);
   void (*rotate_hadamard)(const Rotate&, int64_t);
+  void (*rotated_sums)(const RotatedTokens&, int64_t);
+  void (*without_rotated_mean)(const RotatedTokens&, int64_t);
   void (*weighted_sums)(const WeightedSums&, int64_t);
   void (*fit_basis)(const FitBasis&, int64_t);
   void (*observed_loss)(const ObservedLoss&, int64_t);

@@ -42,6 +42,26 @@ typename S::F load_half_n(Float half, const uint16_t* p, int64_t n) {
   return half == Float::f16 ? S::template load_as_n<Float::f16>(p, n) : S::template load_as_n<Float::bf16>(p, n);
 }
 
+template <Float T>
+struct OfType {
+  constexpr operator Float() const { return T; }
+};
+
+// Call body with the type as a compile-time constant.
+template <class Body>
+void with_type(Float type, Body&& body) {
+  switch (type) {
+    case Float::f32:
+      return body(OfType<Float::f32>{});
+    case Float::f16:
+      return body(OfType<Float::f16>{});
+    default:
+      return body(OfType<Float::bf16>{});
+  }
+}
+
+constexpr int64_t bytes_of(Float type) { return type == Float::f32 ? 4 : 2; }
+
 // Call body(Index<rows>) for 1 to 4 rows.
 template <class Body>
 inline void with_rows(int64_t rows, Body&& body) {

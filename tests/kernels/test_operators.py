@@ -23,6 +23,8 @@ CALLS = {
     "fitted_basis": (torch.eye(16).expand(1, 2, 16, 16).double(), torch.ones(1, 2, 16).double()),
     "observed_loss": (X[:, :, :6], X, X, torch.ones(1, 3, 64).bool(), torch.ones(1, 64), 0.2, None, torch.ones(2, 6)),
     "weighted_sums": (X, torch.rand(1, 2, 64)),
+    "rotated_sums": (X, X[:, :1], X[:, :1]),
+    "without_rotated_mean": (X, X[:, :, :1], X[:, :, :1], X[:, :1], X[:, :1]),
     "encode_trellis": TRELLIS,
     "pack_trellis": (*TRELLIS, 2, [3], torch.zeros(2)),
     "pack_vectors": (

@@ -77,3 +77,10 @@ def test_heads_that_the_kernel_leaves_to_the_reference():
     assert "no tokens" in why_not(fit.observed_loss, *empty)
     with pytest.raises(ValueError, match="positions that divide"):
         fit.observed_loss(query[:, :, :5, :16], keys[..., :16], values[..., :16], *rest)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_tokens_of_any_type_as_a_model_gives_them(isa, dtype):  # noqa: F811
+    query, keys, values, *rest = drawn(2, 2, 2, 3, 270, 32, 16)
+    keys, values = (x.to(dtype).transpose(1, 2).contiguous().transpose(1, 2) for x in (keys, values))
+    check((query, keys, values, *rest))

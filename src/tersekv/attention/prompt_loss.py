@@ -103,11 +103,12 @@ def observed_loss(
     coded: float32 [B or 1, T], 1 for tokens that are coded, 0 for exact ones.
     whole: return the metric of keys [B, Hkv, D, D], not only its diagonal [B, Hkv, D].
     """
-    keys, values, q = keys.float(), values.float(), call.query.shape[2]
+    keys, values, q = keys.detach(), values.detach(), call.query.shape[2]
     (B, H, T, D), past = keys.shape, keys.shape[2] - q
     at = torch.linspace(q // 2, q - 1, min(QUERIES, q - q // 2), device="cpu").long()  # to wait for no device
-    of_keys, of_values = keys.new_zeros((B, H, T)), keys.new_zeros((B, H, T))
-    metric = keys.new_zeros((B, H, D, D) if whole else (B, H, D))
+    sums = keys.new_empty(0, dtype=torch.float32)
+    of_keys, of_values = sums.new_zeros((B, H, T)), sums.new_zeros((B, H, T))
+    metric = sums.new_zeros((B, H, D, D) if whole else (B, H, D))
     for tile in at.split(max(TILE, MOST_WEIGHTS // (call.query[:, :, 0, 0].numel() * T))):
         query = grouped(call.query[:, :, tile], H)
         sinks = (

@@ -22,6 +22,7 @@ from torch import Tensor
 from tersekv.cache.pages import blank
 from tersekv.cache.parallel import HeadShard
 from tersekv.codecs import Codec
+from tersekv.kernels import backends
 from tersekv.layouts.base import PackedTensors, View
 from tersekv.layouts.mean_removed import MeanRemoved, RotatedMean
 from tersekv.layouts.roped import Roped
@@ -63,8 +64,7 @@ def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
     if angles is None or not x.shape[2]:
         return x.to(torch.float32, memory_format=torch.contiguous_format)
     if codec.centred:
-        rotated = RotatedMean(codec.fitted["mean"], angles.rope, angles).decode()
-        return torch.sub(x, rotated, out=rotated) if rotated.shape == x.shape else x.float() - rotated
+        return RotatedMean(codec.fitted["mean"], angles.rope, angles).removed_from(x)
     return angles.rope.invert(x.float(), *angles.cos_sin())
 
 
@@ -137,8 +137,8 @@ def sum_without_rope(x: Tensor, angles: Angles | None) -> Tensor:
     channels = angles.rope.channels(D)
     assert channels is not None
     partner, _, _, sign = channels.to(x.device).long().unbind(-1)
-    along, across = ((x * (y / pairs.squared).unsqueeze(1)).sum(2, keepdim=True) for y in (pairs.cos, pairs.sin))
-    return along - sign * across[..., partner.clamp_min(0)]
+    along, across = backends.rotated_sums(x, pairs.cos.unsqueeze(1), pairs.sin.unsqueeze(1))
+    return ((along - sign * across[..., partner.clamp_min(0)]) / pairs.squared).unsqueeze(2)
 
 
 def fit_stretches(tokens: int) -> list[tuple[int, int]]:

@@ -36,6 +36,8 @@ from tersekv.kernels.registry import chosen as chosen
 from tersekv.kernels.registry import forced as forced
 from tersekv.kernels.rotate import rotate_dense as rotate_dense
 from tersekv.kernels.rotate import rotate_hadamard as rotate_hadamard
+from tersekv.kernels.rotated_mean import rotated_sums as rotated_sums
+from tersekv.kernels.rotated_mean import without_rotated_mean as without_rotated_mean
 from tersekv.kernels.softmax import attend_exact as attend_exact
 from tersekv.kernels.softmax import merge_segments as merge_segments
 from tersekv.kernels.trellis import encode_trellis as encode_trellis

@@ -16,7 +16,7 @@ from tersekv.kernels.softmax import softmax_weights
 
 
 def _fake(query: Tensor, keys: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return keys.new_empty(keys.shape[:3]), keys.new_empty(keys.shape[:3]), query.new_empty(query.shape[:3])
+    return query.new_empty(keys.shape[:3]), query.new_empty(keys.shape[:3]), query.new_empty(query.shape[:3])
 
 
 @operator(
@@ -37,7 +37,7 @@ def observed_loss(
     """Sums over softmax weights p of rows with outputs o, see `attention/prompt_loss.py`.
 
     Args:
-        query: float32 [B, H, R, D]. keys: float32 [B, H, T, D]. values: float32 [B, H, T, Dv].
+        query: float32 [B, H, R, D]. keys, values: float [B, H, T, D] and [B, H, T, Dv].
         mask: bool [1 or B, q, n], True where a position sees one of the last n tokens. It sees all before them.
         counts: float32 [1 or B, T], factors of tokens.
         scaling, softcap: see `attend_packed`.
@@ -47,6 +47,7 @@ def observed_loss(
         counts_t·Σ_r p_rt²·|v_t − o_r|² and counts_t·Σ_r p_rt², float32 [B, H, T], and
         Σ_t counts_t·p_rt²·|v_t − o_r|², float32 [B, H, R].
     """
+    keys, values = keys.to(query.dtype), values.to(query.dtype)
     scores = torch.matmul(query * scaling, keys.transpose(-1, -2))
     hidden = ~mask.repeat(1, query.shape[2] // mask.shape[1], 1)[:, None]
     p = softmax_weights(scores, softcap, hidden, None if sinks is None else sinks[None, ..., None])

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tersekv.kernels import backends
 from tersekv.layouts.base import Concat, Mapped, View
 from tersekv.layouts.linear_map import LinearMap
 from tersekv.tensors import last_contiguous
@@ -57,6 +58,14 @@ class RotatedMean(View):
             return x + self.decode()
         mean, cos, across, sin = self._factors(pairs)
         return x.addcmul(mean, cos).addcmul_(across, sin)
+
+    def removed_from(self, x: Tensor) -> Tensor:
+        """Return the difference of x, any floats [B, H, T, D], and this, float32."""
+        pairs = self.rope.channels(self.mean.shape[-1])
+        if pairs is None:
+            return x.float() - self.decode()
+        mean, cos, across, sin = self._factors(pairs)
+        return backends.without_rotated_mean(x, mean, across, cos, sin)
 
     def _factors(self, pairs: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return a, cos, b and sin of a·cos + b·sin, the rotated mean; a and b are [1 or B, H, 1, D]."""

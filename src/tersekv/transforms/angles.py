@@ -87,7 +87,7 @@ class Angles(NamedTuple):
         if self.places.shape[1] != 1 or not self.rope.has_one_angle_per_pair(D):
             return None
         cos, sin = self.by_channel(D)
-        return PairAngles(cos, sin, cos * cos + sin * sin)
+        return PairAngles(cos, sin, cos[:, :1].square() + sin[:, :1].square())
 
     def _by_channel(self, D: int) -> tuple[Tensor, Tensor]:
         channels = self.rope.channels(D)
@@ -109,7 +109,8 @@ class Angles(NamedTuple):
 
 
 class PairAngles(NamedTuple):
-    """Cosines and sines of each channel, and the squared factor by which RoPE lengthens its pair: [1 or B, T, D]."""
+    """Cosines and sines of each channel, [1 or B, T, D], and the squared factor by which RoPE lengthens its pair at
+    all tokens, [1 or B, 1, D]."""
 
     cos: Tensor
     sin: Tensor

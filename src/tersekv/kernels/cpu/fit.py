@@ -5,11 +5,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tersekv.kernels import basis, cpu
+from tersekv.kernels import basis, cpu, rotated_mean
 from tersekv.kernels import observed_loss as observed
 from tersekv.kernels import weighted_sums as sums
 from tersekv.kernels.basis import FittedBasis
+from tersekv.tensors import last_contiguous
 from tersekv.threads import threads
+
+
+@rotated_mean.rotated_sums.by("cpu")
+def rotated_sums(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    """See `kernels/rotated_mean.py`."""
+    along, across = (x.new_empty((*x.shape[:2], x.shape[3]), dtype=torch.float32) for _ in range(2))
+    cpu.loaded().rotated_sums(last_contiguous(x), cos.contiguous(), sin.contiguous(), along, across, threads())
+    return along, across
+
+
+@rotated_mean.without_rotated_mean.by("cpu")
+def without_rotated_mean(x: Tensor, mean: Tensor, across: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `kernels/rotated_mean.py`."""
+    out = x.new_empty(x.shape, dtype=torch.float32)
+    cpu.loaded().without_rotated_mean(
+        last_contiguous(x), *(t.squeeze(2).contiguous() for t in (mean, across)), cos.contiguous(), sin.contiguous(),
+        out, threads(),
+    )  # fmt: skip
+    return out
 
 
 @sums.weighted_sums.by("cpu")
@@ -41,11 +61,10 @@ def observed_loss(
     (B, H, R, _), T = query.shape, keys.shape[2]
     if mask.shape[2] < T:
         mask = torch.nn.functional.pad(mask, (T - mask.shape[2], 0), value=True)
-    of_keys, of_values, shares = keys.new_empty((B, H, T)), keys.new_empty((B, H, T)), query.new_empty((B, H, R))
-    tokens = (x.contiguous().flatten(0, 1) for x in (query, keys, values))
+    of_keys, of_values, shares = query.new_empty((B, H, T)), query.new_empty((B, H, T)), query.new_empty((B, H, R))
     cpu.loaded().observed_loss(
-        *tokens, mask.contiguous(), counts.float().contiguous(), None if sinks is None else sinks.contiguous(), H,
-        scaling, softcap or 0.0, *(x.flatten(0, 1) for x in (of_keys, of_values, shares)), threads(),
+        query.contiguous().flatten(0, 1), last_contiguous(keys), last_contiguous(values), mask.contiguous(),
+        counts.float().contiguous(), None if sinks is None else sinks.contiguous(), scaling, softcap or 0.0, *(x.flatten(0, 1) for x in (of_keys, of_values, shares)), threads(),
     )  # fmt: skip
     return of_keys, of_values, shares
 
