@@ -1,4 +1,4 @@
-// Binding of kernels/write_tokens.py: new tokens of a layer are rounded into the spare room of its window.
+// Binding of kernels/write_tokens.py: new tokens of a layer are rounded into the spare room of its window, or checked.
 #include <nanobind/nanobind.h>
 
 #include "rounding.h"
@@ -58,8 +58,37 @@ bool py_write_tokens(nb::handle keys, nb::handle values, nb::handle key_buffer, 
   return write("values", values, value_buffer, at) && finite;
 }
 
+template <Float type>
+bool finite_row(const Tensor& x, int64_t first, int64_t D) {
+  using Bits = typename Number<type>::Bits;
+  constexpr Bits exponent = Number<type>::kExponent;
+  const auto* row = x.as<Bits>() + first;
+  Bits odd = 0;
+  for (int64_t d = 0; d < D; d++) odd |= static_cast<Bits>((row[d] & exponent) == exponent);
+  return odd == 0;
+}
+
+// x [B, H, n, D] whose channels are contiguous.
+bool py_all_finite(nb::handle tokens) {
+  const Tensor x = tensor_of("x", tokens, kFloats);
+  if (x.dims != 4) fail("x: ", "expected [B, H, n, D]");
+  if (x.last_stride() != 1) throw NotTaken("x is not contiguous along D");
+  const auto row = x.type == Type::f32   ? &finite_row<Float::f32>
+                   : x.type == Type::f16 ? &finite_row<Float::f16>
+                                         : &finite_row<Float::bf16>;
+  bool finite = true;
+  for (int64_t b = 0; b < x.shape[0]; b++)
+    for (int64_t h = 0; h < x.shape[1]; h++)
+      for (int64_t t = 0; t < x.shape[2]; t++)
+        finite &= row(x, b * x.stride[0] + h * x.stride[1] + t * x.stride[2], x.shape[3]);
+  return finite;
+}
+
 }  // namespace
 
-void define_tokens(nb::module_& m) { m.def("write_tokens", &py_write_tokens); }
+void define_tokens(nb::module_& m) {
+  m.def("write_tokens", &py_write_tokens);
+  m.def("all_finite", &py_all_finite);
+}
 
 }  // namespace tersekv

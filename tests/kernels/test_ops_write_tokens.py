@@ -55,3 +55,17 @@ def test_wrong_calls_are_refused(shape, at, fault):
     x, room = torch.zeros(shape), torch.zeros(1, 2, 4, 8)
     with pytest.raises(ValueError, match=fault):
         cpu_attend.write_tokens(x, x, room, room, at)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_all_finite(dtype):
+    x = torch.full((2, 5, 3, 24), torch.finfo(dtype).max, dtype=dtype).transpose(1, 2)  # their sum is infinite
+    for odd in (None, torch.nan, torch.inf, -torch.inf):
+        for place in ((0, 0, 0, 0), (1, 2, 4, 23)) if odd else ((0, 0, 0, 0),):
+            given = x.clone()
+            if odd:
+                given[place] = odd
+            found = [all_finite(given) for all_finite in (backends.all_finite, backends.all_finite.reference)]
+            assert found == [odd is None] * 2
+            assert cpu_attend.all_finite(given) is (odd is None)
+    assert cpu_attend.all_finite(x[:, :, :0])

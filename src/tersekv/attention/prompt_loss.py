@@ -31,6 +31,7 @@ from tersekv.cache.coding import own_sinks
 from tersekv.cache.segments import latent_key
 from tersekv.cache.store import Store
 from tersekv.kernels import backends
+from tersekv.tensors import cached_table
 from tersekv.threads import one_thread
 from tersekv.transforms.moments import Observes, TokenLoss, score_loss
 
@@ -105,7 +106,7 @@ def observed_loss(
     """
     keys, values, q = keys.detach(), values.detach(), call.query.shape[2]
     (B, H, T, D), past = keys.shape, keys.shape[2] - q
-    at = torch.linspace(q // 2, q - 1, min(QUERIES, q - q // 2), device="cpu").long()  # to wait for no device
+    at = _observed_positions(q)
     sums = keys.new_empty(0, dtype=torch.float32)
     of_keys, of_values = sums.new_zeros((B, H, T)), sums.new_zeros((B, H, T))
     metric = sums.new_zeros((B, H, D, D) if whole else (B, H, D))
@@ -126,6 +127,12 @@ def observed_loss(
         share = found[2].unsqueeze(-1)
         metric += (share * query).mT @ query if whole else (share * query.square()).sum(2)
     return TokenLoss(of_keys, call.scaling**2 * metric), TokenLoss(of_values)
+
+
+@cached_table
+def _observed_positions(queries: int) -> Tensor:
+    """Return the positions of the queries that are observed, int64 on the CPU, to wait for no device."""
+    return torch.linspace(queries // 2, queries - 1, min(QUERIES, queries - queries // 2)).long()
 
 
 def _coded(store: Store, call: AttentionCall, tokens: int) -> Tensor:

@@ -68,6 +68,21 @@ def codec_input(codec: Codec, tokens: Tokens) -> Tensor:
     return angles.rope.invert(x.float(), *angles.cos_sin())
 
 
+class ToFit(NamedTuple):
+    """A codec, and a prompt's tokens that it is fitted on if it needs that.
+
+    A centred codec is not fitted on attention sinks, because their mean differs.
+
+    loss: of errors in the tokens of `parts`, for a codec that `observes` queries. Then it is not
+        fitted on `sinks` either.
+    """
+
+    codec: Codec
+    parts: Sequence[Tokens]
+    sinks: Tokens | None = None
+    loss: TokenLoss | None = None
+
+
 def fitted(
     codec: Codec,
     parts: Sequence[Tokens],
@@ -75,18 +90,36 @@ def fitted(
     heads: HeadShard | None = None,
     loss: TokenLoss | None = None,
 ) -> Codec:
-    """Return the codec, fitted on a prompt if it needs that.
+    """Return one codec fitted, see `ToFit` and `fitted_sides`."""
+    return fitted_sides([ToFit(codec, parts, sinks, loss)], heads)[0]
 
-    A centred codec is not fitted on attention sinks, because their mean differs.
+
+def fitted_sides(sides: Sequence[ToFit], heads: HeadShard | None = None) -> list[Codec]:
+    """Return the codecs of a layer's sides, fitted.
 
     heads: this process's heads under tensor parallelism, or None.
-    loss: of errors in the tokens of `parts`, for a codec that `observes` queries. Then it is not
-        fitted on `sinks` either.
     """
+    codecs: list[Codec] = []
+    sums: dict[int, tuple[Codec, Moments]] = {}
+    for side in sides:
+        if side.codec.needs_fit == "prompt" and side.codec.observes and side.loss is not None:
+            sums[len(codecs)] = _moments(side)
+        codecs.append(side.codec if len(codecs) in sums else _fitted_to_tokens(side, heads))
+    if heads is not None:
+        found = [heads.fit_moments(codec, moments) for codec, moments in sums.values()]
+    elif len({type(codec) for codec, _ in sums.values()}) == 1:
+        found = type(codecs[next(iter(sums))]).fit_all(list(sums.values()))
+    else:
+        found = [codec.fit_moments(moments) for codec, moments in sums.values()]
+    for i, codec in zip(sums, found, strict=True):
+        codecs[i] = codec
+    return codecs
+
+
+def _fitted_to_tokens(side: ToFit, heads: HeadShard | None) -> Codec:
+    codec, parts, sinks, _ = side
     if codec.needs_fit != "prompt":
         return codec
-    if loss is not None and codec.observes:
-        return _fitted_to_loss(codec, parts, loss, heads)
     if codec.centred:
         codec = _with_mean(codec, parts)
         if codec.needs_fit is None:
@@ -97,8 +130,10 @@ def fitted(
     return codec.fit(x) if heads is None else heads.fit(codec, x)
 
 
-def _fitted_to_loss(codec: Codec, parts: Sequence[Tokens], loss: TokenLoss, heads: HeadShard | None) -> Codec:
-    """Return the codec fitted on sums over weighted tokens, which are made part by part."""
+def _moments(side: ToFit) -> tuple[Codec, Moments]:
+    """Return the codec with its mean, and sums over weighted tokens, which are made part by part."""
+    codec, parts, _, loss = side
+    assert loss is not None
     if codec.centred:
         codec = _with_mean(codec, parts)
     loss, sums, start = loss.relative("scores" if codec.observes == "scores" else "prompt"), [], 0
@@ -108,8 +143,7 @@ def _fitted_to_loss(codec: Codec, parts: Sequence[Tokens], loss: TokenLoss, head
         stop = start + part.x.shape[2]
         sums.append(Moments.weighted(codec_input(codec, part), loss.tokens(start, stop)))
         start = stop
-    moments = functools.reduce(Moments.plus, sums)
-    return codec.fit_moments(moments) if heads is None else heads.fit_moments(codec, moments)
+    return codec, functools.reduce(Moments.plus, sums)
 
 
 def _with_mean(codec: Codec, parts: Sequence[Tokens]) -> Codec:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
@@ -16,6 +15,7 @@ from tersekv.cache.segments import ExactSegment, latent_key
 from tersekv.cache.slots import POSITIONS, Slots, in_front
 from tersekv.cache.state import Rules, State, Stateful
 from tersekv.errors import CacheError
+from tersekv.kernels import backends
 from tersekv.tensors import gathered, joined, plain, type_name
 
 
@@ -117,8 +117,7 @@ class ExactTokens(Stateful):
         rounded = (x.detach() if x.requires_grad else x).to(self.buffers[0].dtype)
         # except on a CPU, a check at every token would synchronise with the device
         checked = x.is_cpu or (x.shape[2] > 1 and not x.is_meta)
-        # the sum is cheap, and finite for ordinary tokens; the exact test runs only if it is not
-        if checked and not math.isfinite(rounded.sum(dtype=torch.float32).item()) and not rounded.isfinite().all():
+        if checked and not backends.all_finite(rounded):
             raise CacheError(self._why_not_finite(x))
         return rounded
 

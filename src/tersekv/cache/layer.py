@@ -252,8 +252,8 @@ class LayerStore(Store):
         old = [x[:, :, : placement.tail] for x in self.recent.data]
         tiers = self.ranked[0].by_tier(highs[0]) if highs else None
         call = packing.Packing(own, move.leave, place, hidden, processes, tiers)
-        parts = zip(old, sinks, rest, observed.losses or (None, None), strict=True) if move.leave else ()
-        encoded = [packing.encoded_side(self, i, o, s, x, call, loss) for i, (o, s, x, loss) in enumerate(parts)]
+        losses = observed.losses or (None, None)
+        encoded = packing.encoded_sides(self, old, sinks, rest, call, losses) if move.leave else []
         for found in self.found if move.leave else ():
             found.look([first_tokens(*both, move.leave) for both in zip(old, rest, strict=True)], place, hidden)
         kept = placement.tail

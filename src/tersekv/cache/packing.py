@@ -48,28 +48,44 @@ class Packing(NamedTuple):
     tiers: list[OfTier] | None
 
 
-def encoded_side(
-    store: Store, side: int, old: Tensor, sinks: Tensor, x: Tensor, call: Packing, loss: TokenLoss | None
-) -> list[tuple[Codec, Encoded]]:
-    """Return the codec and the new blocks of each tier, for the keys (side 0) or the values (1).
+def encoded_sides(
+    store: Store,
+    old: Sequence[Tensor],
+    sinks: Sequence[Tensor],
+    new: Sequence[Tensor],
+    call: Packing,
+    losses: Sequence[TokenLoss | None],
+) -> list[list[tuple[Codec, Encoded]]]:
+    """Return the codec and the new blocks of each tier, for the keys and for the values.
 
-    A codec that is fitted on the prompt is fitted before it packs for the first time, on all tokens
+    Codecs that are fitted on the prompt are fitted before they pack for the first time, on all tokens
     available.
 
-    old: tokens [B, H, n, D] of the window. sinks, x: new sinks, and other new tokens.
-    loss: of errors in all tokens so far, by their position.
+    old: tokens [B, H, n, D] of the window. sinks, new: new sinks, and other new tokens.
+    losses: of errors in all tokens so far, by their position.
 
     Raises:
         UserError: a scale is too large for its dtype.
     """
+    codecs = [side.codec for side in store.sides]
+    missing = [i for i, codec in enumerate(codecs) if codec.needs_fit == "prompt" and not new[i].is_meta]
+    to_fit = [_to_fit(store, i, old[i], sinks[i], new[i], call, losses[i]) for i in missing]
+    for i, codec in zip(missing, coding.fitted_sides(to_fit, store.heads), strict=True):
+        codecs[i] = codec
+    return [encoded_side(store, i, codec, old[i], new[i], call) for i, codec in enumerate(codecs)]
+
+
+def encoded_side(
+    store: Store, side: int, codec: Codec, old: Tensor, x: Tensor, call: Packing
+) -> list[tuple[Codec, Encoded]]:
+    """Return the codec and the new blocks of each tier of a side (0: keys, 1: values).
+
+    codec: of the side, perhaps newly fitted.
+    """
     sides = [tier.sides[side] for tier in store.tiers]
     codecs = [packed.codec for packed in sides]
-    if codecs[0].needs_fit == "prompt" and not x.is_meta:
-        log.debug("fitting %s to a prompt of %d tokens", codecs[0].label, old.shape[2] + x.shape[2])
-        waiting = torch.cat([old, x], dim=2) if old.shape[2] else x
-        sinks = torch.cat([store.sinks.data[side], sinks], dim=2)
-        codecs[0] = _fitted(store, side, codecs[0], sinks, waiting, call, loss)
-        codecs[1:] = [codecs[0].at_rate(packed.bits) for packed in sides[1:]]
+    if codec is not codecs[0]:
+        codecs = [codec, *(codec.at_rate(packed.bits) for packed in sides[1:])]
     log.debug("packing %d tokens with %s", call.leave, codecs[0].label)
     if call.tiers is not None:
         return list(zip(codecs, by_rate(store, side, codecs, joined(old, x), call, call.tiers), strict=True))
@@ -263,10 +279,14 @@ def _consecutive(
         yield with_angles(store, side, part, place + start), _shown(range(place + start, place + stop), call.hidden)
 
 
-def _fitted(
-    store: Store, side: int, codec: Codec, sinks: Tensor, x: Tensor, call: Packing, loss: TokenLoss | None
-) -> Codec:
-    """Return the codec fitted on the prompt. x: the tokens from `call.place` on."""
+def _to_fit(
+    store: Store, side: int, old: Tensor, sinks: Tensor, x: Tensor, call: Packing, loss: TokenLoss | None
+) -> coding.ToFit:
+    """Return the codec of a side with the tokens of the prompt that it is fitted on, see `encoded_sides`."""
+    codec = store.sides[side].codec
+    log.debug("fitting %s to a prompt of %d tokens", codec.label, old.shape[2] + x.shape[2])
+    x = torch.cat([old, x], dim=2) if old.shape[2] else x
+    sinks = torch.cat([store.sinks.data[side], sinks], dim=2)
     place, stretches = call.place, coding.fit_stretches(x.shape[2])
     if loss is None and codec.observes:
         log.debug("no queries were observed: all tokens of the prompt have the same weight in the fit")
@@ -287,7 +307,7 @@ def _fitted(
         parts = [Tokens(kept, rotary.at(places.to(x.device)))]
     else:
         parts = [with_angles(store, side, x[:, :, start:stop], place + start) for start, stop in stretches]
-    return coding.fitted(codec, parts, with_angles(store, side, sinks, 0, own_sinks=True), store.heads, loss)
+    return coding.ToFit(codec, parts, with_angles(store, side, sinks, 0, own_sinks=True), loss)
 
 
 def with_angles(store: Store, side: int, x: Tensor, place: int, own_sinks: bool = False) -> Tokens:

@@ -204,6 +204,11 @@ class Codec(ABC):
         defaults: dict[str, Any] = {f.name: f.default for f in dataclasses.fields(self) if f.name in self.rate_options}
         return dataclasses.replace(self, **defaults)
 
+    @classmethod
+    def fit_all(cls, parts: Sequence[tuple[Any, Moments]]) -> list[Any]:
+        """Fit codecs of this class on sums over their vectors, see `fit_moments`."""
+        return [codec.fit_moments(moments) for codec, moments in parts]
+
     @property
     def centred(self) -> bool:
         """True if keys are coded after RoPE with their mean before RoPE removed.

@@ -37,7 +37,7 @@ from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices
 from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, searched_error, shared_out
 from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
-from tersekv.codecs.common.search import ByHead, searched
+from tersekv.codecs.common.search import ByHead, concatenated, searched
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import inverses, unpacked_basis, within
@@ -48,7 +48,7 @@ from tersekv.layouts.basis import InBasis
 from tersekv.layouts.mean_removed import Biased
 from tersekv.layouts.trellis import WORD_BITS, TrellisView, trellis_layout
 from tersekv.tensors import TensorSpec
-from tersekv.transforms.klt import SHRINK, scales, shrunk, stored
+from tersekv.transforms.klt import metric_of, scales, stored
 from tersekv.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.transforms.rotation import random_rotation
 
@@ -66,10 +66,7 @@ LEAST_SPREAD = 0.05
 """Minimum standard deviation of fitted vectors, relative to the length of their mean."""
 
 HEADROOM = 8
-"""Factor on scales fitted on a prompt.
-
-Later tokens may be 980 times as long as those of the prompt, instead of 123 times.
-"""
+"""Factor on scales fitted on a prompt: later tokens may be 980 times as long as those of the prompt, not 123 times."""
 
 MANY_BITS = 3.5
 ENOUGH = (1.18, 1.1)
@@ -220,25 +217,56 @@ class Trellis(Codec):
 
     def fit_moments(self, moments: Moments) -> Self:
         """Fit on sums over vectors, without the vectors; see `fit`."""
-        fitted = {name: t for name, t in self.fitted.items() if name == "mean"}
-        mean = None
+        return self.fit_all([(self, moments)])[0]
+
+    @classmethod
+    def fit_all(cls, parts: Sequence[tuple[Self, Moments]]) -> list[Self]:
+        """Fit several codecs, those with the same options but the side in one call. See `fit_moments`."""
+        first = parts[0][0]
+        forms = [codec._forms(moments) for codec, moments in parts]
+        kinds = {
+            (dataclasses.replace(codec, side=first.side), moments.vectors, *(form.shape for form in of))
+            for (codec, moments), of in zip(parts, forms, strict=True)
+        }
+        if len(kinds) > 1:
+            return [fitted for part in parts for fitted in cls.fit_all([part])]
+        fitted = first._fitted(parts[0][1].vectors, *(concatenated(of, 1) for of in zip(*forms, strict=True)))
+        each = zip(*(t.chunk(len(parts), 1) for t in fitted.values()), strict=True)
+        return [
+            dataclasses.replace(codec, fitted={name: t.clone() for name, t in zip(fitted, own, strict=True)})
+            for (codec, _), own in zip(parts, each, strict=True)
+        ]
+
+    def _forms(self, moments: Moments) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the mean float16 [B, H, D], 0 if none is removed, `metric_of` and `Moments.covariance`."""
+        mean = self.fitted.get("mean", torch.zeros_like(moments.total, dtype=torch.float16))
         if self._own_mean:
-            fitted["mean"] = stored(moments.total / max(1, moments.vectors))
-            mean = fitted["mean"]
-        elif self.centred and "mean" not in fitted:  # these vectors had no mean removed
-            fitted["mean"] = torch.zeros_like(moments.total, dtype=torch.float16)
-        more, variance, weight = self._components(moments, moments.covariance(mean), fitted.get("mean"))
-        fitted |= more
-        fitted["scale"] = scales(variance)
-        if self.calibration == "prompt":
-            # later tokens may be much longer; dividing gains by a power of two loses no precision
-            longer = HEADROOM * fitted["scale"].float()
-            fitted["scale"] = torch.where(longer.amax(-1, keepdim=True) < 65504, longer, longer / HEADROOM).half()
-        fitted["importance"] = weight.amax(-1).clamp_min(1e-30).float()
-        fitted["weight"] = (weight / fitted["importance"].unsqueeze(-1)).to(torch.float16)
-        words = math.ceil(self.bits * variance.shape[-1] / WORD_BITS)
-        fitted["bits"] = allotted(variance * weight, words * WORD_BITS, SQUARED_ERROR[self.code])
-        return dataclasses.replace(self, fitted=fitted)
+            mean = stored(moments.total / max(1, moments.vectors))
+        # gradients of keys have a diagonal metric
+        metric = metric_of(moments, self.metric, self.calibration, self.side == "keys" and self.calibration == "corpus")
+        return mean, metric, moments.covariance(mean if self._own_mean else None)
+
+    def _fitted(self, vectors: int, mean: Tensor, metric: Tensor, covariance: Tensor) -> dict[str, Tensor]:
+        """Return the fitted tensors of heads whose vectors, of which there are so many, have these forms."""
+        D = covariance.shape[-1]
+        spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
+        prior = D / (D + vectors)  # a short prompt does not span later vectors
+        added = prior * spread
+        if self.centre:  # vectors of a prompt of one repeated token have no variance, but later ones do
+            least = LEAST_SPREAD**2 * mean.double().square().mean(-1, keepdim=True)
+            added += (least - spread).clamp_min(0)
+        covariance = (1 - prior) * covariance
+        covariance.diagonal(dim1=-2, dim2=-1).add_(added)
+        fitted = {"mean": mean} if self.centre else {}
+        if self.basis in FITTED:
+            fitted["basis"], fitted["channels"], variance, weight = backends.fitted_basis(covariance, metric)
+        else:
+            basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
+            variance, weight = within(covariance, basis), within(metric, basis)
+        scale = scales(variance, HEADROOM if self.calibration == "prompt" else 1)
+        most = weight.amax(-1).clamp_min(1e-30).float()
+        bits = allotted(variance * weight, math.ceil(self.bits * D / WORD_BITS) * WORD_BITS, SQUARED_ERROR[self.code])
+        return fitted | {"scale": scale, "importance": most, "weight": (weight / most[..., None]).half(), "bits": bits}
 
     @classmethod
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
@@ -268,33 +296,6 @@ class Trellis(Codec):
         """Return the loss per unit of squared error of each coded component, float64 [B, H, D]."""
         weight = self.fitted["weight"].double() * self.fitted["importance"].double().unsqueeze(-1)
         return weight * self.fitted["scale"].double().square()
-
-    def _components(
-        self, moments: Moments, covariance: Tensor, mean: Tensor | None
-    ) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-        """Return fitted basis tensors; variance and error weight per component, float64
-        [B, H, D].
-        """
-        D = covariance.shape[-1]
-        spread = covariance.diagonal(dim1=-2, dim2=-1).mean(-1, keepdim=True)
-        prior = D / (D + moments.vectors)  # a short prompt does not span later vectors
-        added = prior * spread
-        if mean is not None:  # vectors of a prompt of one repeated token have no variance, but later ones do
-            least = LEAST_SPREAD**2 * mean.double().square().mean(-1, keepdim=True)
-            added += (least - spread).clamp_min(0)
-        covariance = (1 - prior) * covariance
-        covariance.diagonal(dim1=-2, dim2=-1).add_(added)
-        metric = torch.ones_like(covariance[..., 0])
-        if moments.metric is not None and self.metric == "fisher":
-            metric = moments.metric / max(1, moments.vectors)
-            if self.side == "keys" and self.calibration == "corpus":  # gradients of keys have a diagonal metric
-                metric = metric.diagonal(dim1=-2, dim2=-1)
-            metric = shrunk(metric, SHRINK[self.calibration])
-        if self.basis not in FITTED:
-            basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
-            return {}, within(covariance, basis), within(metric, basis)
-        basis, channels, *found = backends.fitted_basis(covariance, metric)
-        return {"basis": basis, "channels": channels}, *found
 
     def _fixed_basis(self, D: int, device: torch.device) -> Tensor:
         if self.basis == "channels":

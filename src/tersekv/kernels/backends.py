@@ -46,6 +46,7 @@ from tersekv.kernels.trellis import pack_vectors as pack_vectors
 from tersekv.kernels.triton import encode as triton_encode  # noqa: F401 (registers its kernels)
 from tersekv.kernels.triton import pack as triton_pack  # noqa: F401 (registers its kernels)
 from tersekv.kernels.weighted_sums import weighted_sums as weighted_sums
+from tersekv.kernels.write_tokens import all_finite as all_finite
 from tersekv.kernels.write_tokens import write_tokens as write_tokens
 
 

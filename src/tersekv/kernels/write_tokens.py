@@ -1,7 +1,10 @@
-"""Write new tokens of a layer into the spare room of its recent window: contract and torch reference."""
+"""Write new tokens of a layer into the spare room of its recent window, or check them: contracts and references."""
 
 from __future__ import annotations
 
+import math
+
+import torch
 from torch import Tensor
 
 from tersekv.kernels.registry import operator
@@ -26,3 +29,10 @@ def write_tokens(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer:
         if x.is_cpu or (x.shape[2] > 1 and not x.is_meta):
             finite = finite and bool(room.isfinite().all())
     return finite
+
+
+@operator()
+def all_finite(x: Tensor) -> bool:
+    """True if all numbers of x [B, H, n, D] are finite."""
+    # the sum is cheap, and finite for ordinary tokens; the exact test runs only if it is not
+    return math.isfinite(x.sum(dtype=torch.float32).item()) or bool(x.isfinite().all())

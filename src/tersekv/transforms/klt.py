@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tersekv.kernels.basis import diagonal_of
 from tersekv.kernels.basis import roots as roots
+from tersekv.transforms.moments import Moments
 
 SHRINK = {"corpus": 0.1, "prompt": 0.55}
 """Share of its mean that replaces a part of an estimated metric, by calibration.
@@ -29,11 +30,29 @@ def shrunk(moment: Tensor, share: float) -> Tensor:
     return torch.where(mean > 0, (1 - share) * moment + share * mean * one, one * torch.finfo(torch.float32).tiny)
 
 
-def scales(variance: Tensor) -> Tensor:
-    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest, or 1 if all are 0."""
+def metric_of(moments: Moments, metric: str, calibration: str, diagonal: bool) -> Tensor:
+    """Return the mean metric of vectors, `shrunk`; ones [B, H, D] if they have none, or the option `metric` is none.
+
+    diagonal: take the diagonal only.
+    """
+    if moments.metric is None or metric == "none":
+        return torch.ones_like(moments.total)
+    mean = moments.metric / max(1, moments.vectors)
+    return shrunk(mean.diagonal(dim1=-2, dim2=-1) if diagonal else mean, SHRINK[calibration])
+
+
+def scales(variance: Tensor, factor: int = 1) -> Tensor:
+    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest, or 1 if all are 0.
+
+    factor: power of two that they are multiplied with, but in heads where float16 cannot hold the product.
+    """
     scale = variance.sqrt()
     largest = scale.amax(-1, keepdim=True)
-    return stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))
+    scale = stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))
+    if factor == 1:
+        return scale
+    longer = factor * scale.float()
+    return torch.where(longer.amax(-1, keepdim=True) < 65504, longer, longer / factor).half()
 
 
 def stored(x: Tensor) -> Tensor:

@@ -42,10 +42,12 @@ def searched(parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
     rows = [_rows(x, own) for (_, _, x), own in zip(parts, found, strict=True)]
     length = math.gcd(*(x.shape[1] for x in rows))
     cut = [x.shape[1] // length for x in rows]
-    vectors = _cat([x.reshape(-1, length, x.shape[-1]) for x in rows])
-    shift, inverse, weight, bits, enough = (_cat([t.flatten(0, 1) for t in each]) for each in zip(*found, strict=True))
+    vectors = concatenated([x.reshape(-1, length, x.shape[-1]) for x in rows])
+    shift, inverse, weight, bits, enough = (
+        concatenated([t.flatten(0, 1) for t in each]) for each in zip(*found, strict=True)
+    )
     times = [n for x, n in zip(rows, cut, strict=True) for _ in range(len(x))]
-    of = torch.arange(len(times)).repeat_interleave(torch.tensor(times)).to(vectors.device, non_blocking=True)
+    of = torch.tensor([row for row, n in enumerate(times) for _ in range(n)]).to(vectors.device, non_blocking=True)
     if len(of) > len(times):  # the matrices, which are large, are not copied
         shift, weight, bits, enough = (t[of] for t in (shift, weight, bits, enough))
     words = [codec.words(x.shape[-1]) for codec, _, x in parts]
@@ -96,8 +98,9 @@ def _joined(codecs: Sequence[Any]) -> Any:
     return dataclasses.replace(first, fitted=fitted)
 
 
-def _cat(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0]
+def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """Return the tensors one after the other; a single one is not copied."""
+    return torch.cat(list(tensors), dim) if len(tensors) > 1 else tensors[0]
 
 
 def _in_order(x: Tensor, of: ByHead) -> bool:

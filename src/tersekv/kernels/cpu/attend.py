@@ -253,3 +253,10 @@ def write_tokens(keys: Tensor, values: Tensor, key_buffer: Tensor, value_buffer:
     """See `kernels/write_tokens.py`."""
     finite: bool = (cpu._module or cpu.loaded()).write_tokens(keys, values, key_buffer, value_buffer, at)
     return finite
+
+
+@token_operators.all_finite.by(NAME)
+def all_finite(x: Tensor) -> bool:
+    """See `kernels/write_tokens.py`."""
+    finite: bool = cpu.loaded().all_finite(last_contiguous(x))
+    return finite

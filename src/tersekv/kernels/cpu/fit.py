@@ -64,7 +64,8 @@ def observed_loss(
     of_keys, of_values, shares = query.new_empty((B, H, T)), query.new_empty((B, H, T)), query.new_empty((B, H, R))
     cpu.loaded().observed_loss(
         query.contiguous().flatten(0, 1), last_contiguous(keys), last_contiguous(values), mask.contiguous(),
-        counts.float().contiguous(), None if sinks is None else sinks.contiguous(), scaling, softcap or 0.0, *(x.flatten(0, 1) for x in (of_keys, of_values, shares)), threads(),
+        counts.float().contiguous(), None if sinks is None else sinks.contiguous(), scaling, softcap or 0.0,
+        *(x.flatten(0, 1) for x in (of_keys, of_values, shares)), threads(),
     )  # fmt: skip
     return of_keys, of_values, shares
 
