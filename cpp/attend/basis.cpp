@@ -76,8 +76,14 @@ void invert_head(const BasisProduct& call, int64_t task) {
   if (!invert(rows, D))
     for (int64_t i = 0; i < D * D; i++) rows[i] = __builtin_nan("");
   for (int64_t i = 0; i < n; i++) {
-    const float* x = call.x + (head * call.R + first + i) * call.x_stride;
     float* out = call.out + (head * call.R + first + i) * call.out_stride;
+    if (call.units) {
+      const double* row = rows + (first + i) * D;
+      for (int64_t d = 0; d < D; d++)
+        out[d] = static_cast<float>(row[d] / channel_of(of, b, h, first + i)) / call.units[head * D + d];
+      continue;
+    }
+    const float* x = call.x + (head * call.R + first + i) * call.x_stride;
     for (int64_t c = 0; c < D; c++) {
       vector[c] = static_cast<double>(x[c]) / channel_of(of, b, h, c);
       made[c] = 0.0;

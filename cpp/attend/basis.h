@@ -38,6 +38,8 @@ struct BasisProduct {
   float* out;
   int64_t out_stride;
   bool invert = false;  // find y with x = sum of y_d·row_d, for a matrix in codes
+  // of the y_d [B, H, D]: then x is not read, and each y is that of a unit vector, in these units
+  const float* units = nullptr;
 
   // Batch rows of a product's task, which multiply with the same matrix.
   int64_t batch_rows() const { return matrix.shared() ? ceil_div(kMultipliedAtOnce, R > 0 ? R : 1) : 1; }

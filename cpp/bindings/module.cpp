@@ -10,6 +10,7 @@
 #include "isa.h"
 #include "operands.h"
 #include "pool.h"
+#include "rounding.h"
 
 namespace tersekv {
 
@@ -182,6 +183,39 @@ void py_basis_components(nb::handle x, nb::handle codes, nb::handle channels, nb
   multiply(call, threads);
 }
 
+// basis and channels as of a product; scale and weight float16, bits uint8 [B, H, D], error float32 [9]; matrix
+// [B, H, D, D], own [B, H, D] and expected [B, H], float32, fresh. All are contiguous.
+void py_search_arguments(nb::handle basis, nb::handle channels, nb::handle scale, nb::handle weight, nb::handle bits,
+                         nb::handle error, nb::handle matrix, nb::handle own, nb::handle expected, int threads) {
+  BasisProduct call = basis_call(matrix, basis, channels, matrix);
+  const int64_t B = call.B, H = call.H, D = call.D;
+  if (D % 16) throw NotTaken("the basis has " + std::to_string(D) + " channels, not a multiple of 16");
+  const Tensor scales = tensor_of("scale", scale, one(Type::f16)),
+               weights = tensor_of("weight", weight, one(Type::f16)), rates = tensor_of("bits", bits, kUint8),
+               errors = tensor_of("error", error, kFloat32), loss = tensor_of("own", own, kFloat32),
+               sums = tensor_of("expected", expected, kFloat32);
+  expect("", "matrix", tensor_of("matrix", matrix, kFloat32), {{"B", B}, {"H", H}, {"D", D}, {"D", D}}, 0);
+  for (const auto& [name, x] :
+       {std::pair{"scale", &scales}, std::pair{"weight", &weights}, std::pair{"bits", &rates}, std::pair{"own", &loss}})
+    expect("", name, *x, {{"B", B}, {"H", H}, {"D", D}}, 0);
+  expect("", "error", errors, {{"bits", 9}}, 0);
+  expect("", "expected", sums, {{"B", B}, {"H", H}}, 0);
+  std::vector<float> units(B * H * D);
+  auto *weighed = reinterpret_cast<float*>(loss.address), *sum = reinterpret_cast<float*>(sums.address);
+  for (int64_t i = 0; i < B * H * D; i++) {
+    const int64_t rate = rates.as<uint8_t>()[i];
+    if (rate > 8) fail("bits: ", "expected at most 8, got " + std::to_string(rate));
+    units[i] = Number<Float::f16>::value(scales.as<uint16_t>()[i]);
+    weighed[i] = Number<Float::f16>::value(weights.as<uint16_t>()[i]) * (units[i] * units[i]);
+    if (i % D == 0) sum[i / D] = 0.0f;
+    sum[i / D] += weighed[i] * errors.as<float>()[rate];
+  }
+  call.invert = true;
+  call.units = units.data();
+  nb::gil_scoped_release release;
+  multiply(call, threads);
+}
+
 nb::list py_isas() {
   nb::list rows;
   for (const Isa& isa : isas()) rows.append(nb::make_tuple(isa.kernels->name, isa.missing));
@@ -215,6 +249,7 @@ NB_MODULE(_native, m) {
   m.def("pack_vectors", &py_pack_vectors);
   m.def("basis_product", &py_basis_product);
   m.def("basis_components", &py_basis_components);
+  m.def("search_arguments", &py_search_arguments);
   define_grid_encoders(m);
   define_vector_encoders(m);
   define_fits(m);

@@ -2,8 +2,13 @@
 // kernels/rotated_mean.py.
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
 #include <vector>
 
+#include "rounding.h"
 #include "run_blocks.h"
 
 namespace tersekv {
@@ -89,6 +94,82 @@ void py_weighted_sums(nb::handle x, nb::handle weights, nb::handle total, nb::ha
   if (call.rows * call.D > 0)
     run_blocks(encoders().weighted_sums, call, call.rows * call.D / kLanes,
                0.02 * elements * static_cast<double>(call.D), threads);
+}
+
+// weights and out float32 [rows, T], contiguous.
+void py_relative_weights(nb::handle weights, double plain, nb::handle out) {
+  const Tensor x = tensor_of("weights", weights, kFloat32), to = tensor_of("out", out, kFloat32);
+  if (x.dims != 2) fail("weights: ", "expected [rows, T]");
+  const int64_t rows = x.shape[0], T = x.shape[1];
+  expect("", "weights", x, {{"rows", rows}, {"T", T}}, 0);
+  expect("", "out", to, {{"rows", rows}, {"T", T}}, 0);
+  for (int64_t row = 0; row < rows; row++) {
+    const float* from = x.as<float>() + row * T;
+    float* result = output<float>(to) + row * T;
+    double sum = 0;
+    for (int64_t t = 0; t < T; t++) sum += static_cast<double>(from[t]);
+    const double mean = sum / static_cast<double>(T);
+    const bool ordinary = mean > 0 && static_cast<float>(mean) <= std::numeric_limits<float>::max();
+    const auto factor = static_cast<float>((1 - plain) / mean), share = static_cast<float>(plain);
+    for (int64_t t = 0; t < T; t++) result[t] = ordinary ? from[t] * factor + share : 1.0f;
+  }
+}
+
+uint16_t half_of(double x) { return Number<Float::f16>::rounded(static_cast<float>(x)); }
+float value_of(uint16_t half) { return Number<Float::f16>::value(half); }
+
+// variance and weight [heads, D], falls [8], float64; scales and weights float16 and bits uint8 [heads, D], importance
+// float32 [heads]. All are contiguous.
+void py_fitted_components(nb::handle variance, nb::handle weight, nb::handle falls, int64_t total, double factor,
+                          nb::handle scale, nb::handle importance, nb::handle own, nb::handle bits) {
+  const Tensor spread = tensor_of("variance", variance, kFloat64), cost = tensor_of("weight", weight, kFloat64),
+               each = tensor_of("falls", falls, kFloat64), scales = tensor_of("scale", scale, one(Type::f16)),
+               most = tensor_of("importance", importance, kFloat32), weights = tensor_of("own", own, one(Type::f16)),
+               rates = tensor_of("bits", bits, kUint8);
+  if (spread.dims != 2) fail("variance: ", "expected [heads, D]");
+  const int64_t heads = spread.shape[0], D = spread.shape[1], n = each.dims == 1 ? each.shape[0] : 0;
+  for (const auto& [name, x] : {std::pair{"variance", &spread}, std::pair{"weight", &cost}, std::pair{"scale", &scales},
+                                std::pair{"own", &weights}, std::pair{"bits", &rates}})
+    expect("", name, *x, {{"heads", heads}, {"D", D}}, 0);
+  expect("", "falls", each, {{"bits", n}}, 0);
+  expect("", "importance", most, {{"heads", heads}}, 0);
+  if (total < 0) fail("total: ", "expected at least 0, got " + std::to_string(total));
+  const double *fall = each.as<double>(), *end = spread.as<double>() + heads * D;
+  const auto odd = [](double x) { return !(x >= 0 && x <= std::numeric_limits<double>::max()); };
+  if (std::any_of(spread.as<double>(), end, odd) || std::any_of(cost.as<double>(), cost.as<double>() + heads * D, odd))
+    throw NotTaken("variances or weights are negative or not finite");
+  std::vector<double> gains(D * n);
+  std::vector<int32_t> order(D * n);
+  for (int64_t head = 0; head < heads; head++) {
+    const double *v = spread.as<double>() + head * D, *w = cost.as<double>() + head * D;
+    uint16_t *to = output<uint16_t>(scales) + head * D, *weighed = output<uint16_t>(weights) + head * D;
+    uint8_t* rate = output<uint8_t>(rates) + head * D;
+    double largest = 0, heaviest = 1e-30;
+    for (int64_t d = 0; d < D; d++) {
+      largest = std::max(largest, std::sqrt(v[d]));
+      heaviest = std::max(heaviest, w[d]);
+    }
+    float longest = 0;
+    for (int64_t d = 0; d < D; d++) {
+      const double plain = largest > 0 ? std::max(std::sqrt(v[d]), largest * 1e-3) : 1.0;
+      to[d] = half_of(std::clamp(plain, 1e-6, 65504.0));
+      longest = std::max(longest, static_cast<float>(factor) * value_of(to[d]));
+    }
+    if (longest < 65504.0f)
+      for (int64_t d = 0; d < D; d++) to[d] = half_of(static_cast<float>(factor) * value_of(to[d]));
+    const auto unit = static_cast<float>(heaviest);
+    output<float>(most)[head] = unit;
+    for (int64_t d = 0; d < D; d++) {
+      weighed[d] = half_of(w[d] / static_cast<double>(unit));
+      rate[d] = 0;
+      for (int64_t b = 0; b < n; b++) gains[d * n + b] = std::max(v[d] * w[d], 1e-300) * fall[b];
+    }
+    std::iota(order.begin(), order.end(), 0);
+    const auto before = [&](int32_t a, int32_t b) { return gains[a] > gains[b] || (gains[a] == gains[b] && a < b); };
+    const int64_t taken = std::min<int64_t>(total, D * n);
+    if (taken < D * n) std::nth_element(order.begin(), order.begin() + taken, order.end(), before);
+    for (int64_t i = 0; i < taken; i++) rate[order[i] / n]++;
+  }
 }
 
 // covariance [heads, D, D], metric [heads, D, D] or [heads, D], channels [heads, D]; basis uint8 [heads, bytes],
@@ -195,6 +276,8 @@ void py_observed_loss(nb::handle query, nb::handle keys, nb::handle values, nb::
 void define_fits(nb::module_& m) {
   m.def("rotated_sums", &py_rotated_sums);
   m.def("without_rotated_mean", &py_without_rotated_mean);
+  m.def("relative_weights", &py_relative_weights);
+  m.def("fitted_components", &py_fitted_components);
   m.def("weighted_sums", &py_weighted_sums);
   m.def("fitted_basis", &py_fitted_basis);
   m.def("observed_loss", &py_observed_loss, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),

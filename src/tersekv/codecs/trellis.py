@@ -34,13 +34,14 @@ import torch
 from torch import Tensor
 
 from tersekv.codecs.base import Codec, FitsOn, Method, TableBytes, check_choices, check_range, for_both_sides
-from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, searched_error, shared_out
+from tersekv.codecs.codebooks.bits import SQUARED_ERROR, allotted, falls, searched_error, shared_out
 from tersekv.codecs.codebooks.trellis import scalar_entries, trellis_entries
 from tersekv.codecs.common.layer_choice import chosen, integers_of_kivi
 from tersekv.codecs.common.search import ByHead, concatenated, searched
 from tersekv.errors import UserError
 from tersekv.kernels import backends
 from tersekv.kernels.basis import inverses, unpacked_basis, within
+from tersekv.kernels.components import in_units
 from tersekv.kernels.trellis import largest_gain
 from tersekv.kernels.trellis_search import MOST_BITS, STATES
 from tersekv.layouts.base import Layout, PackedTensors, Rotated, View
@@ -48,7 +49,7 @@ from tersekv.layouts.basis import InBasis
 from tersekv.layouts.mean_removed import Biased
 from tersekv.layouts.trellis import WORD_BITS, TrellisView, trellis_layout
 from tersekv.tensors import TensorSpec
-from tersekv.transforms.klt import metric_of, scales, stored
+from tersekv.transforms.klt import metric_of, stored
 from tersekv.transforms.moments import Moments, Observes, WeightedBy
 from tersekv.transforms.rotation import random_rotation
 
@@ -263,10 +264,12 @@ class Trellis(Codec):
         else:
             basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
             variance, weight = within(covariance, basis), within(metric, basis)
-        scale = scales(variance, HEADROOM if self.calibration == "prompt" else 1)
-        most = weight.amax(-1).clamp_min(1e-30).float()
-        bits = allotted(variance * weight, math.ceil(self.bits * D / WORD_BITS) * WORD_BITS, SQUARED_ERROR[self.code])
-        return fitted | {"scale": scale, "importance": most, "weight": (weight / most[..., None]).half(), "bits": bits}
+        total, factor = (
+            math.ceil(self.bits * D / WORD_BITS) * WORD_BITS,
+            HEADROOM if self.calibration == "prompt" else 1,
+        )
+        of_code = falls(SQUARED_ERROR[self.code])
+        return fitted | backends.fitted_components(variance, weight, of_code, total, factor)._asdict()
 
     @classmethod
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:
@@ -320,15 +323,17 @@ class Trellis(Codec):
 
     def searched_by(self, like: ByHead | None = None) -> ByHead:
         """Return what a search needs of each head. like: that of a codec which differs in its bits."""
-        bits = self.fitted["bits"]
-        if like is None:
-            scale = self.fitted["scale"].float()
-            shift = self.fitted["mean"].float() if self._own_mean else torch.zeros_like(scale)
-            weight = self.fitted["weight"].float() * scale.square()
-            like = ByHead(shift, self._inverse() / scale.unsqueeze(-2), weight, bits, weight)
-        expected = searched_error(self.code).to(bits.device, non_blocking=True)
-        enough = ENOUGH[self.bits >= MANY_BITS] * (like.weight * expected[bits.int()]).sum(-1)
-        return like._replace(bits=bits, enough=enough)
+        bits, many = self.fitted["bits"], self.bits >= MANY_BITS
+        error = searched_error(self.code).to(bits.device, non_blocking=True)
+        if like is not None:
+            return like._replace(bits=bits, enough=ENOUGH[many] * (like.weight * error[bits.int()]).sum(-1))
+        own = *(self.fitted[name] for name in ("scale", "weight", "bits")), error
+        if self.basis in FITTED:
+            found = backends.search_arguments(self.fitted["basis"], self.fitted["channels"], *own)
+        else:
+            found = in_units(self._inverse(), *own)
+        shift = self.fitted["mean"].float() if self._own_mean else torch.zeros_like(found.weight)
+        return ByHead(shift, found.matrix, found.weight, bits, ENOUGH[many] * found.expected)
 
     def check_gain(self, length: Tensor) -> None:
         """Raise UserError if a vector is too long for the largest gain."""
@@ -339,14 +344,9 @@ class Trellis(Codec):
             raise UserError(MOST_GAIN.format(times * gain, times * largest_gain(), advice))
 
     def _inverse(self) -> Tensor:
-        """Return the inverse of the rows, float32 [1 or B, H, D, D]. It takes too much memory to be kept."""
-        rows, H, D = self.fitted["scale"].shape
-        one = torch.eye(D, device=self.fitted["scale"].device).expand(rows, H, D, D)
-        if self.basis == "channels":
-            return one
-        if self.basis == "rotation":
-            return self._fixed_basis(D, one.device).T.expand_as(one)
-        return backends.basis_components(one, self.fitted["basis"], self.fitted["channels"])
+        """Return the inverse of the rows of a basis that is not fitted, float32 [1 or B, H, D, D]."""
+        scale = self.fitted["scale"]
+        return self._fixed_basis(scale.shape[-1], scale.device).T.expand(*scale.shape, -1)
 
     def _klt(self) -> Tensor:
         """Return the fitted basis, float64 [1 or B, H, D, D]."""

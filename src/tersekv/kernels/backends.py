@@ -17,6 +17,8 @@ from tersekv.kernels.attend_segments import attend_segments as attend_segments
 from tersekv.kernels.basis import basis_components as basis_components
 from tersekv.kernels.basis import basis_product as basis_product
 from tersekv.kernels.basis import fitted_basis as fitted_basis
+from tersekv.kernels.components import fitted_components as fitted_components
+from tersekv.kernels.components import search_arguments as search_arguments
 from tersekv.kernels.cpu import attend as cpu_attend  # registers its kernels
 from tersekv.kernels.cpu import encode as cpu_encode  # noqa: F401 (registers its kernels)
 from tersekv.kernels.cpu import fit as cpu_fit  # noqa: F401 (registers its kernels)
@@ -45,6 +47,7 @@ from tersekv.kernels.trellis import pack_trellis as pack_trellis
 from tersekv.kernels.trellis import pack_vectors as pack_vectors
 from tersekv.kernels.triton import encode as triton_encode  # noqa: F401 (registers its kernels)
 from tersekv.kernels.triton import pack as triton_pack  # noqa: F401 (registers its kernels)
+from tersekv.kernels.weighted_sums import relative_weights as relative_weights
 from tersekv.kernels.weighted_sums import weighted_sums as weighted_sums
 from tersekv.kernels.write_tokens import all_finite as all_finite
 from tersekv.kernels.write_tokens import write_tokens as write_tokens

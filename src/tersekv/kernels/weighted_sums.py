@@ -1,11 +1,11 @@
-"""Sums over weighted vectors: contract and torch reference."""
+"""Weights of tokens, and sums over weighted vectors: contracts and torch references."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from tersekv.kernels.registry import operator
+from tersekv.kernels.registry import like_first, operator
 
 PART_TOKENS = 256
 """Vectors whose products are summed in float32."""
@@ -33,3 +33,15 @@ def weighted_sums(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         total += part.sum(2)
         squares += part.transpose(-1, -2) @ plain
     return total, squares
+
+
+@operator("(Tensor weights, float plain) -> Tensor", like_first)
+def relative_weights(weights: Tensor, plain: float) -> Tensor:
+    """Return weights float [B, H, T] with mean 1 in each head, of which a share is the same for all tokens.
+
+    Args:
+        weights: not negative. Where all are 0, or their mean is not finite, all become 1.
+        plain: the share.
+    """
+    mean = weights.mean(-1, keepdim=True)
+    return torch.where((mean > 0) & (mean < torch.inf), weights / mean * (1 - plain) + plain, 1.0)

@@ -1,4 +1,4 @@
-"""Metrics and scales of the Karhunen-Loève transform (`kernels/basis.fitted_basis`)."""
+"""Metrics of the Karhunen-Loève transform (`kernels/basis.fitted_basis`)."""
 
 from __future__ import annotations
 
@@ -39,20 +39,6 @@ def metric_of(moments: Moments, metric: str, calibration: str, diagonal: bool) -
         return torch.ones_like(moments.total)
     mean = moments.metric / max(1, moments.vectors)
     return shrunk(mean.diagonal(dim1=-2, dim2=-1) if diagonal else mean, SHRINK[calibration])
-
-
-def scales(variance: Tensor, factor: int = 1) -> Tensor:
-    """Return standard deviations float16 [B, H, D], at least 1/1000 of the largest, or 1 if all are 0.
-
-    factor: power of two that they are multiplied with, but in heads where float16 cannot hold the product.
-    """
-    scale = variance.sqrt()
-    largest = scale.amax(-1, keepdim=True)
-    scale = stored(torch.where(largest > 0, torch.maximum(scale, largest * 1e-3), 1.0).clamp_min(1e-6))
-    if factor == 1:
-        return scale
-    longer = factor * scale.float()
-    return torch.where(longer.amax(-1, keepdim=True) < 65504, longer, longer / factor).half()
 
 
 def stored(x: Tensor) -> Tensor:

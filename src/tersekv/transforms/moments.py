@@ -41,10 +41,7 @@ class TokenLoss(NamedTuple):
 
         calibration: corpus, prompt or scores, see `PLAIN_SHARE`.
         """
-        mean = self.weights.mean(-1, keepdim=True)
-        plain = PLAIN_SHARE[calibration]
-        weights = self.weights / mean * (1 - plain) + plain
-        return self._replace(weights=torch.where((mean > 0) & (mean < torch.inf), weights, 1.0))
+        return self._replace(weights=backends.relative_weights(self.weights, PLAIN_SHARE[calibration]))
 
 
 def score_loss(keys: Tensor, query: Tensor) -> tuple[TokenLoss, TokenLoss]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from tersekv.kernels import components
 from tersekv.kernels.trellis_search import MOST_BITS
 from tersekv.tensors import cached_table
 
@@ -18,15 +19,8 @@ SQUARED_ERROR = {
 
 
 def allotted(variance: Tensor, total: int, error: tuple[float, ...]) -> Tensor:
-    """Allocate bits uint8 [..., D] with Σ = total per row, minimising Σ variance·error[bits].
-
-    Each further bit reduces the error by less, so bits go to the largest reductions.
-    """
-    D = variance.shape[-1]
-    gain = variance.double().cpu().clamp_min(1e-300).unsqueeze(-1) * _falls(error)
-    order = gain.flatten(-2).argsort(dim=-1, descending=True, stable=True)[..., :total]
-    taken = torch.zeros((*variance.shape[:-1], D * MOST_BITS), dtype=torch.uint8).scatter_(-1, order, 1)
-    return taken.unflatten(-1, (D, MOST_BITS)).sum(-1).to(torch.uint8).to(variance.device)
+    """Allocate bits uint8 [..., D] with Σ = total per row, minimising Σ variance·error[bits]."""
+    return components.allotted(variance, total, falls(error))
 
 
 @cached_table
@@ -36,7 +30,7 @@ def searched_error(code: str) -> Tensor:
 
 
 @cached_table
-def _falls(error: tuple[float, ...]) -> Tensor:
+def falls(error: tuple[float, ...]) -> Tensor:
     """Return by how much each further bit reduces an error, float64 [8]."""
     return torch.tensor([error[b] - error[b + 1] for b in range(MOST_BITS)], dtype=torch.float64)
 

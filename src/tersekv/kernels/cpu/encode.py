@@ -188,7 +188,9 @@ def pack_vectors(
     """See `kernels/trellis.py`: stream int16 [R, n, words], gain codes uint8 and lengths float32 [R, n]."""
     vectors, *rest = _trellis_call(x, weight, bits, tables)
     R, n, D = x.shape
-    matrix = torch.nn.functional.pad(inverse.detach().float(), (0, -D % lanes.LANES)).contiguous()
+    matrix = inverse.detach().float().contiguous()
+    if D % lanes.LANES:
+        matrix = torch.nn.functional.pad(matrix, (0, -D % lanes.LANES))
     stream, gain = x.new_empty((R, n, words), dtype=torch.int16), x.new_empty((R, n), dtype=torch.uint8)
     length = x.new_empty((R, n), dtype=torch.float32)
     cpu.loaded().pack_vectors(

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tersekv.kernels import basis, cpu, rotated_mean
+from tersekv.kernels import basis, components, cpu, rotated_mean
 from tersekv.kernels import observed_loss as observed
 from tersekv.kernels import weighted_sums as sums
 from tersekv.kernels.basis import FittedBasis
+from tersekv.kernels.components import Components, Searched
 from tersekv.tensors import last_contiguous
 from tersekv.threads import threads
 
@@ -44,6 +45,40 @@ def weighted_sums(x: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
         squares.flatten(0, 1), threads(),
     )  # fmt: skip
     return total, squares
+
+
+@sums.relative_weights.by("cpu")
+def relative_weights(weights: Tensor, plain: float) -> Tensor:
+    """See `kernels/weighted_sums.py`."""
+    out = torch.empty_like(weights, memory_format=torch.contiguous_format)
+    cpu.loaded().relative_weights(weights.contiguous().flatten(0, -2), plain, out.flatten(0, -2))
+    return out
+
+
+@components.fitted_components.by("cpu")
+def fitted_components(variance: Tensor, weight: Tensor, falls: Tensor, total: int, factor: float) -> Components:
+    """See `kernels/components.py`."""
+    scale, own = (variance.new_empty(variance.shape, dtype=torch.float16) for _ in range(2))
+    most = variance.new_empty(variance.shape[:-1], dtype=torch.float32)
+    bits = variance.new_empty(variance.shape, dtype=torch.uint8)
+    cpu.loaded().fitted_components(
+        variance.contiguous().flatten(0, 1), weight.contiguous().flatten(0, 1), falls, total, factor,
+        *(x.flatten(0, 1) for x in (scale, most, own, bits)),
+    )  # fmt: skip
+    return Components(scale, most, own, bits)
+
+
+@components.search_arguments.by("cpu")
+def search_arguments(
+    basis: Tensor, channels: Tensor, scale: Tensor, weight: Tensor, bits: Tensor, error: Tensor
+) -> Searched:
+    """See `kernels/components.py`."""
+    rows, H, D = scale.shape
+    matrix, own, expected = (error.new_empty(shape) for shape in ((rows, H, D, D), (rows, H, D), (rows, H)))
+    cpu.loaded().search_arguments(
+        *(x.contiguous() for x in (basis, channels, scale, weight, bits, error)), matrix, own, expected, threads()
+    )
+    return Searched(matrix, own, expected)
 
 
 @observed.observed_loss.by("cpu")
