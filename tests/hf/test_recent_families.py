@@ -175,6 +175,20 @@ def test_layers_without_rope_are_found(name):
     assert {i for i in kinds if ropes.of(i) is NO_ROPE} == WITHOUT_ROPE.get(name, set())
 
 
+@pytest.mark.parametrize(
+    ("kind", "more", "rotated"),
+    [("lara_mini", {}, [0, 2]), ("olmo_hybrid", {}, [1]), ("olmo_hybrid", {"rope_theta": None}, [])],
+)
+def test_layers_that_get_no_angles_have_no_rope(kind, more, rotated):
+    """Code of a model gives angles to layers of one type only; without a base there are none."""
+    types = ["sliding_attention", "full_attention", "sliding_attention", "linear_attention"]
+    types = types if kind == "lara_mini" else ["linear_attention", "full_attention"]
+    config = tf.AutoConfig.for_model(kind, **SHORT | {"num_hidden_layers": len(types)}, **more, layer_types=types)
+    ropes = Ropes(config, AttentionShape.of(config).key_dim)
+    attention = [i for i, name in enumerate(types) if name != "linear_attention"]
+    assert [i for i in attention if ropes.of(i) is not NO_ROPE] == rotated
+
+
 def test_rope_of_a_broken_config_is_refused():
     """Errors of the model's own code become an error that says what to do."""
     config = tf.LlamaConfig(**SHAPE)

@@ -31,6 +31,8 @@ FAR = 1 << 24
 """Position beyond the context of any model."""
 BY_LAYER = ("no_rope_layers", "layer_rope_theta")
 """Config fields with one entry per layer, which is 0 if the layer has no RoPE."""
+GIVEN = re.compile(r"position_embeddings if .*layer_type.* == \"(\w+)\" else None")
+"""Code of a model that gives the angles of RoPE only to layers of one type."""
 NOT_TEXT = ("Vision", "Audio")
 """Words in names of classes that encode images or sound."""
 
@@ -160,10 +162,12 @@ class Ropes:
         kind = types[layer] if types else None
         if getattr(config, "position_embedding_type", "rope") is None or parameters.get(kind, 0) is None:
             return False
+        if parameters.get("rope_theta", 0) is None:
+            return False
         return self._once(_rotated, kind, lambda: self._attention_rotates(layer))
 
     def _attention_rotates(self, layer: int) -> bool:
-        """True unless the attention module's code shows that its keys do not depend on the angles.
+        """True unless the model's code shows that a layer's keys do not depend on the angles.
 
         Some models have RoPE only in layers with a sliding window, and only their code says so. The
         module runs on the meta device, which needs no memory. The angles require a gradient, so keys
@@ -174,6 +178,8 @@ class Ropes:
             return True
         probe = KeyProbe()
         try:
+            if (given := GIVEN.search(inspect.getsource(self._modelling()))) is not None:
+                return bool(self.config.layer_types[layer] == given[1])
             with torch.inference_mode(False), torch.enable_grad(), torch.device("meta"):
                 module = made(self.config, layer_idx=layer).requires_grad_(False)
                 angles = torch.ones(2, 1, 1, self.head_dim, requires_grad=True).unbind()
