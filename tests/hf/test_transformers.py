@@ -293,6 +293,11 @@ def test_a_module_that_decodes_one_handle():
         cache = tersekv.CompressedCache(config, LOSSLESS)
         model(ids, past_key_values=cache)
         assert cache.get_seq_length() == 90
+        with pytest.warns(UserWarning, match="diffllama models use keys or values outside of attention"):
+            model(ids[:, :1], past_key_values=cache)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)  # it warns once
+            model(ids[:, :1], past_key_values=cache)
     for kwargs in ({}, {"prefill_chunk_size": 32}):
         expected, got = pair(model, ids, **kwargs)
         assert got.tolist() == expected.tolist()

@@ -145,11 +145,14 @@ class ModelCache(CheckedCache):
         if self._warned:
             return
         self._warned = True
-        why = (
-            "tersekv's attention is not installed; wrap the call in `with tersekv.compress(model, recipe):`"
-            if self.shape.passes_handles
-            else f"{self.config.model_type} models change keys and values before attention"
-        )
+        why = f"{self.config.model_type} models change keys and values before attention"
+        if self.hands_out_handles:
+            why = (
+                f"{self.config.model_type} models use keys or values outside of attention, or add to its scores; "
+                "this saves memory but no time, so use transformers' own cache where speed matters more"
+            )
+        elif self.shape.passes_handles:
+            why = "tersekv's attention is not installed; wrap the call in `with tersekv.compress(model, recipe):`"
         warnings.warn(f"CompressedCache decodes all tokens at every step: {why}", stacklevel=5)
 
     def warn_assisted(self, index: int, lossy: bool) -> None:

@@ -53,8 +53,10 @@ class Pending:
 
     def decoded(self) -> tuple[Tensor, Tensor]:
         """Return all tokens [B, H, tokens, D]. If the tokens are not committed yet, commit them and
-        return them exact; otherwise return them as the store decodes them."""
+        return them exact; otherwise return them as the store decodes them. Warn once if there are earlier ones."""
         if self._decoded is None:
+            if self.past_tokens:
+                self.layer.cache.warn_decoding()
             if self.committed:
                 assert self.layer.store is not None
                 self._decoded = self.layer.store.decoded(self.keys.dtype)
