@@ -125,6 +125,14 @@ def test_what_cannot_see_queries_is_refused(models, llama):
         pytest.warns(UserWarning, match="is not installed"),
     ):
         llama.generate(prompt(250), past_key_values=cache, **GREEDY)
+    own = tf.DiffLlamaForCausalLM(tf.DiffLlamaConfig(**SHAPE)).eval()
+    with (
+        pytest.raises(UserError, match=r"its own code reads keys and values, use .* default"),
+        tersekv.compress(own, "small"),
+    ):
+        own.generate(prompt(300), **GREEDY)
+    with pytest.warns(UserWarning, match="outside of attention"), tersekv.compress(own, "default"):
+        assert own.generate(prompt(300), **GREEDY).shape == (1, 320)
     with pytest.raises(UserError, match="on deepseek_v3: its cache holds one latent per token"):
         tersekv.CompressedCache(models["deepseek_v3"].config, LOSSLESS)
     with pytest.raises(UserError, match="the policy ranks all tokens of a prompt"):
