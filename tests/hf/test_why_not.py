@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import transformers as tf
 
 import tersekv
+from conftest import SHAPE
 from tersekv.cli.doctor import describe
 from tersekv.errors import UserError
 from tersekv.hf.why_not import why_not
+from tersekv.recipe import PRESETS
 
 
 def test_all_reasons_at_once(models):
@@ -20,6 +23,24 @@ def test_all_reasons_at_once(models):
         tersekv.CompressedCache(config, "snapkv+kivi")
     assert "snapkv+kivi on deepseek_v3: " in str(error.value)
     assert why_not("kivi", config) == why_not("snapkv+kivi", models["llama"].config) == []
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        *PRESETS, "snapkv+safe;0=exact", "kivi:group=16,centre=true,calibration=prompt", "kvquant:calibration=prompt",
+        "kivi:group=16,pre_rope=true/uniform:group=16", "trellis:bits=3,calibration=prompt,pre_rope=true",
+    ],
+)  # fmt: skip
+def test_keys_that_must_keep_their_rope(recipe):
+    """The refusal names a recipe that works, as a preset takes no options."""
+    config = tf.LlamaConfig(**SHAPE)
+    config.rope_parameters = {"rope_type": "none such"}
+    (reason,) = why_not(recipe, config)
+    other = tersekv.Recipe.parse(reason.split("; write ")[1])
+    assert why_not(other, config) == []
+    assert other.tokens == tersekv.Recipe.parse(recipe).tokens
+    assert "pre_rope=false" in str(other)
 
 
 def test_an_unknown_use(llama):

@@ -125,7 +125,7 @@ class CompressedCache(ModelCache):
         self.mask_offsets = {}
         self.ropes = ropes or Ropes(self.config, self.shape.key_dim)
         use: Use = "transformers" if context_parallel is None else "context_parallel"
-        if reasons := faults(plans, self.config, use, self.ropes):
+        if reasons := faults(recipe, plans, self.config, use, self.ropes):
             raise UserError(f"{self.recipe} on {self.config.model_type}: {'; '.join(reasons)}")
         super().__init__(layers=cache_layers(self.config, lambda i, window: CompressedLayer(self, i, plans[i], window)))
         others = layers_without_own_tokens(self.config)

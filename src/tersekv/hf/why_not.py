@@ -10,10 +10,11 @@ from transformers import PreTrainedConfig
 from tersekv.cache.head_tokens import UNREADABLE
 from tersekv.cache.ranked_tokens import UNRANKED
 from tersekv.calibration.needs import attention_plans
+from tersekv.codecs import methods
 from tersekv.errors import UserError
 from tersekv.models.config import AttentionShape, attention_layers, text_config
 from tersekv.models.rope import Ropes
-from tersekv.recipe import LayerPlan, Recipe
+from tersekv.recipe import CENTRE, PRE_ROPE, Coder, LayerPlan, Recipe, Term
 
 Use = Literal["transformers", "context_parallel"]
 """Ways to use a recipe: in one process or with tensor parallelism, or with context parallelism."""
@@ -34,21 +35,36 @@ def why_not(recipe: str | Recipe, config: PreTrainedConfig, use: Use = "transfor
     """
     if use not in get_args(Use):
         raise UserError(f"use={use!r} is not allowed; choose one of {', '.join(get_args(Use))}")
-    config = text_config(config)
-    return faults(attention_plans(Recipe.parse(recipe), config), config, use)
+    config, recipe = text_config(config), Recipe.parse(recipe)
+    return faults(recipe, attention_plans(recipe, config), config, use)
 
 
-def faults(plans: Mapping[int, LayerPlan], config: PreTrainedConfig, use: Use, ropes: Ropes | None = None) -> list[str]:
+def faults(
+    recipe: Recipe, plans: Mapping[int, LayerPlan], config: PreTrainedConfig, use: Use, ropes: Ropes | None = None
+) -> list[str]:
     """Return the same for the plans of a model's attention layers. config: of its text decoder."""
     shape = AttentionShape.of(config)
     ropes = ropes or Ropes(config, shape.key_dim)
     windows = {i: kind.window for i, kind in enumerate(attention_layers(config))}
-    found = (why for i, plan in plans.items() for why in _of_layer(plan, i, windows[i], shape, ropes, use))
+    found = (why for i, plan in plans.items() for why in _of_layer(recipe, plan, i, windows[i], shape, ropes, use))
     return list(dict.fromkeys(found))
 
 
+def with_rope(recipe: Recipe) -> Recipe:
+    """Return the recipe whose keys are coded as they are, with their RoPE and their mean."""
+
+    def term(one: Term) -> Term:
+        if not Coder(one).at(0)[0].needs_rope:
+            return one
+        own = methods()[one.name].parameters
+        options = {name: value for name, value in one.options if name in own} | {PRE_ROPE: False}
+        return Term(one.name, tuple(sorted((options | ({CENTRE: False} if CENTRE in own else {})).items())))
+
+    return recipe.with_terms(term)
+
+
 def _of_layer(
-    plan: LayerPlan, index: int, window: int | None, shape: AttentionShape, ropes: Ropes, use: Use
+    recipe: Recipe, plan: LayerPlan, index: int, window: int | None, shape: AttentionShape, ropes: Ropes, use: Use
 ) -> Iterator[str]:
     for codec, dim in ((plan.keys, shape.key_dim), (plan.values, shape.value_dim)):
         try:
@@ -58,7 +74,7 @@ def _of_layer(
     try:
         ropes.needed_by(plan.keys, index)
     except UserError as error:
-        yield str(error)
+        yield f"{error}; write {with_rope(recipe)}"
     if shape.latent and "corpus" in (plan.keys.fits_on, plan.values.fits_on):
         yield "a calibration on a corpus is of keys and values, and its cache holds latents; use calibration=prompt"
     policy = plan.policy
