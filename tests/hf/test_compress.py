@@ -10,6 +10,7 @@ import weakref
 
 import pytest
 import torch
+import transformers as tf
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
 import tersekv
@@ -223,6 +224,19 @@ def test_a_cache_of_another_architecture_is_refused(models):
         pytest.raises(UserError, match="made for a qwen3 of another architecture"),
     ):
         models["llama"](prompt(5), past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    ("kind", "names", "said"),
+    [("OpenAIGPTConfig", ("n_embd", "n_layer", "n_head"), "has no cache"),
+     ("MptConfig", ("d_model", "n_layers", "n_heads"), "pass past_key_values=.* without compress")],
+)  # fmt: skip
+def test_models_without_attention_functions_are_refused(kind, names, said):
+    """The message does not offer a cache to a model that takes none."""
+    config = getattr(tf, kind)(vocab_size=97, **dict(zip(names, (32, 1, 1), strict=True)))
+    model = tf.AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UserError, match=said):
+        tersekv.compress(model, "kivi")
 
 
 @pytest.mark.parametrize("kind", [DynamicCache, StaticCache])

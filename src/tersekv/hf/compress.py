@@ -31,7 +31,7 @@ from tersekv.hf.token_ids import ids_of_call, without_padding
 from tersekv.hf.traced import is_traced
 from tersekv.models.config import inner_model, text_config
 from tersekv.recipe import Recipe
-from tersekv.versions import cache_name, given_cache
+from tersekv.versions import CACHE_NAMES, cache_name, given_cache
 
 
 def compress(
@@ -87,6 +87,8 @@ def compress(
             f"{type(model).__name__} has a cache of another kind; tersekv supports models with key-value caches"
         )
     if not model._can_set_attn_implementation():
+        if not {*CACHE_NAMES} & inspect.signature(model.forward).parameters.keys():
+            raise UserError(f"{type(model).__name__} has no cache: it reads all tokens at each step; use it as it is")
         raise UserError(
             f"{type(model).__name__} does not support attention functions; "
             "pass past_key_values=tersekv.CompressedCache(model.config, recipe) without compress"
