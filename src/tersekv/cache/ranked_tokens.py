@@ -26,8 +26,8 @@ from tersekv.tensors import joined
 from tersekv.transforms.rope import Rope
 
 UNRANKED = (
-    "the policy mixed ranks tokens by queries, which only tersekv's attention sees; call the model inside "
-    "`with tersekv.compress(model, recipe):`, or, if its own code reads keys and values, use a recipe without this "
+    "the policy mixed ranks tokens by queries, which only tersekv's attention sees; use "
+    "`with tersekv.compress(model, recipe):`, or, if the model's own code reads keys and values, a recipe without this "
     "policy, such as default"
 )
 
