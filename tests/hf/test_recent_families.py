@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
+import pickle
 import warnings
 from dataclasses import replace
 
@@ -208,6 +209,38 @@ def test_layers_that_differ_in_their_heads_are_refused():
     config = tf.Gemma4TextConfig(**SHORT, **HEAD, **WINDOWS, global_head_dim=64)
     with pytest.raises(UserError, match=r"gemma4_text differ in their heads or head dims; .*transformers' own cache"):
         tersekv.CompressedCache(config, "kivi")
+
+
+MIMO = {
+    "head_dim": 32, "v_head_dim": 16, "n_routed_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32,
+    "num_key_value_heads": 1,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("recipe", ["kivi:bits=4,group=16", "default", "small"])
+def test_layers_may_differ_in_their_key_value_heads(recipe, tmp_path):
+    """Sliding layers of MiMo-V2-Flash have twice as many as the others. Files, pickles and estimates know."""
+    torch.manual_seed(0)
+    config = tf.MiMoV2FlashConfig(**SHORT | WINDOWS | MIMO)
+    model, ids, path = tf.MiMoV2FlashForCausalLM(config).eval().requires_grad_(False), prompt(400), tmp_path / "cache"
+    with tersekv.compress(model, recipe):
+        cache = tersekv.CompressedCache(model, recipe)
+        in_pieces(model, ids, [0, 400], cache)
+        cache.save(path)
+        others = [tersekv.CompressedCache.load(path, model), pickle.loads(pickle.dumps(cache))]
+        held = cache.footprint().parts
+        expected = in_pieces(model, ids[:, :3], range(4), cache)
+        for other in others:
+            assert torch.equal(in_pieces(model, ids[:, :3], range(4), other), expected)
+        exact = tersekv.CompressedCache(model, "exact")
+        in_pieces(model, ids, [0, 400], exact)
+        exact.save(path, storage=8)
+        assert tersekv.CompressedCache.load(path, model).get_seq_length() == 400
+    shape = replace(cache_shape(config), dtype=torch.float32)
+    assert shape.heads == (2, 1, 2, 1)
+    assert shape.elements(100) == (2 * 2 * 24 + 2 * 100) * (32 + 16)
+    if recipe != "small":  # whose rates depend on the prompt
+        assert held == predict(shape, recipe, 400).parts
 
 
 NEMOTRON = {

@@ -337,7 +337,7 @@ def test_angles_that_are_not_proportional_come_from_the_model():
 def test_a_config_is_looked_at_once(monkeypatch):
     """A further cache of an equal config builds nothing, one of another config does."""
     made = []
-    for name in ("_make", "_attention_rotates"):
+    for name in ("_make", "_look"):
         whole = getattr(Ropes, name)
         monkeypatch.setattr(Ropes, name, lambda self, *args, whole=whole: made.append(whole) or whole(self, *args))
     for theta, expected in ((12_345.0, 2), (12_345.0, 2), (23_456.0, 4)):

@@ -24,7 +24,13 @@ from tersekv.calibration.find import default_folder, profile_place
 from tersekv.calibration.gradients import Source, each_gradient
 from tersekv.errors import UserError
 from tersekv.layouts.base import Side
-from tersekv.models.config import AttentionShape, attention_layers, layers_without_own_tokens, text_config
+from tersekv.models.config import (
+    AttentionShape,
+    attention_layers,
+    heads_by_layer,
+    layers_without_own_tokens,
+    text_config,
+)
 from tersekv.models.fingerprint import architecture, fingerprint
 from tersekv.models.rope import Ropes
 from tersekv.storage.basis import NUMBERS, TOKENS_PER_NUMBER, Basis, Sums, fitted, groups_of, specs
@@ -153,7 +159,8 @@ def read_bases(path: Path, config: PreTrainedConfig, model: str | None = None) -
             f"{path} is not the storage calibration of this model: make it with `tersekv calibrate --storage`"
         )
     numbers = _numbers(made.samples * made.length)
-    sizes = tuple(len(layers) * shape.kv_heads for layers in layer_groups(config, numbers))
+    heads = heads_by_layer(config)
+    sizes = tuple(len(layers) * heads[layers[0]] for layers in layer_groups(config, numbers))
     return Fitted(_bases(path, changed, sizes, (shape.key_dim, shape.value_dim)), digest, numbers)
 
 

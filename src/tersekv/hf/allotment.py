@@ -44,6 +44,7 @@ class AllottedLayer(Protocol):
     """Interface of a layer whose rates can be chosen on the prompt, see `CompressedLayer`."""
 
     cache: Any
+    index: int
     plan: LayerPlan
     store: LayerStore | None
     sliding_window: int | None
@@ -106,7 +107,7 @@ class Allotment:
         """Return the spread of all heads of a layer. Other processes may have some of them."""
         if spread is None:
             return None
-        heads = layer.cache.heads(len(spread))
+        heads = layer.cache.heads(len(spread), layer.index)
         whole = spread if heads is None else heads.gather(spread[None, :, :, None])[0, :, :, 0]
         return whole.float().cpu()
 

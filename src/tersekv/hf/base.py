@@ -35,6 +35,7 @@ ATTENTION_NAME = "tersekv"
 class ModelCache(CheckedCache):
     """A cache for the attention layers of one model.
 
+    kv_heads: of each layer.
     mask_offsets: tokens seen and evicted when the latest mask was made, by sliding window.
     told: True once a warning about another recipe or cache was given.
     warned_of_keys: True once a warning about an error of keys was given.
@@ -48,6 +49,7 @@ class ModelCache(CheckedCache):
     recipe: Recipe
     config: PreTrainedConfig
     shape: AttentionShape
+    kv_heads: list[int]
     context_parallel: ContextParallel | None
     ropes: Ropes
     mask_offsets: dict[int | None, tuple[int, int]]
@@ -100,10 +102,14 @@ class ModelCache(CheckedCache):
         super().reset()
         self.stored_kl = None  # because further tokens are not from that file
 
-    def heads(self, held: int) -> HeadShard | None:
-        """Return the share of key-value heads in this process if it holds only `held` of them, else
-        None."""
-        return heads_of(self.model, held, self.shape.kv_heads) if self.shape.passes_handles else None
+    def shape_of(self, layer: int) -> AttentionShape:
+        """Return the shape with the key-value heads of a layer."""
+        return self.shape._replace(kv_heads=self.kv_heads[layer])
+
+    def heads(self, held: int, layer: int) -> HeadShard | None:
+        """Return the share of a layer's key-value heads in this process if it holds only `held` of
+        them, else None."""
+        return heads_of(self.model, held, self.kv_heads[layer]) if self.shape.passes_handles else None
 
     def of_all_heads(self, call: AttentionCall) -> AttentionCall:
         """Return a call with the queries of all processes, which hold the same latents and must code them alike."""

@@ -32,6 +32,7 @@ from tersekv.models.config import (
     AttentionShape,
     attention_layers,
     cache_layers,
+    heads_by_layer,
     inner_model,
     layers_without_own_tokens,
     text_config,
@@ -124,6 +125,7 @@ class CompressedCache(ModelCache):
         self._model = None
         self.mask_offsets = {}
         self.ropes = ropes or Ropes(self.config, self.shape.key_dim)
+        self.kv_heads = heads_by_layer(self.config, self.ropes)
         use: Use = "transformers" if context_parallel is None else "context_parallel"
         if reasons := faults(recipe, plans, self.config, use, self.ropes):
             raise UserError(f"{self.recipe} on {self.config.model_type}: {'; '.join(reasons)}")

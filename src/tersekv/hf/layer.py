@@ -86,7 +86,7 @@ class CompressedLayer(CacheLayerMixin):
         self.first_tokens = self.first_tokens or key_states.shape[2]
         plan = self.plan.in_layer(self.first_tokens, self.sliding_window, key_states.shape[-1], value_states.shape[-1])
         rope = self.cache.ropes.needed_by(plan.keys, self.index)
-        heads = self.cache.heads(key_states.shape[1])
+        heads = self.cache.heads(key_states.shape[1], self.index)
         known = self.cache.ropes.known(self.index) if plan.policy.observes and rope is None else rope
         shared = self.cache.context_parallel
         self.store = LayerStore(plan, key_states, value_states, self.sliding_window, rope, heads, shared, known)
@@ -230,7 +230,7 @@ class CompressedLayer(CacheLayerMixin):
     @property
     def _rates(self) -> Check:
         """Check of `LayerPlan.rates` in a state."""
-        return tensor(torch.float32, self.cache.shape.kv_heads, 3, low=0)
+        return tensor(torch.float32, self.cache.kv_heads[self.index], 3, low=0)
 
     def adopt_rates(self, state: Any, place: str) -> None:
         """Give the layer the rates in a state, if they were chosen for it (`LayerPlan.rates`)."""
@@ -254,7 +254,7 @@ class CompressedLayer(CacheLayerMixin):
         """
         self.loaded = True
         self.adopt_rates(state, place)
-        shape, plan = self.cache.shape, self.plan
+        shape, plan = self.cache.shape_of(self.index), self.plan
         learns = {
             "keys": plan.keys.learns(1, shape.kv_heads, shape.key_dim),
             "values": plan.values.learns(1, shape.kv_heads, shape.value_dim),
@@ -301,7 +301,7 @@ class CompressedLayer(CacheLayerMixin):
         self.measured |= self.store.packed_tokens > 0  # by the cache that packed them
 
     def _place_of_heads(self, held: int) -> list[int]:
-        heads = self.cache.heads(held)
+        heads = self.cache.heads(held, self.index)
         return [0, held, held] if heads is None else [heads.first, held, heads.total]
 
     # ------------------------------------------------------------------ sizes for transformers

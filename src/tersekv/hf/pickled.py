@@ -29,8 +29,8 @@ def reduced(cache: ModelCache) -> tuple[Callable[..., ModelCache], tuple[Any, ..
     Raises:
         UserError: the cache is shared by processes (tensor or context parallelism).
     """
-    stores = [layer.store for layer in compressed_layers(cache) if layer.store is not None]
-    divided = any(cache.heads(store.kv_heads) is not None for store in stores)
+    stores = [(layer.store, layer.index) for layer in compressed_layers(cache) if layer.store is not None]
+    divided = any(cache.heads(store.kv_heads, index) is not None for store, index in stores)
     if divided or cache.context_parallel is not None:
         raise UserError("a cache that is split among processes cannot be pickled: each holds only a part of it")
     config = copy.copy(cache.config)

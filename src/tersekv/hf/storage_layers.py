@@ -21,14 +21,14 @@ from tersekv.transforms.rope import NO_ROPE
 class Layers:
     """The attention layers of a cache, as vectors of groups.
 
-    numbers: of a group's vectors, at most. tokens: of the sequence. spans: of each group.
+    numbers: of a group's vectors, at most. tokens: of the sequence. heads, spans: of each group.
     """
 
     def __init__(self, cache: ModelCache, tokens: int, numbers: int) -> None:
         self.cache, self.tokens = cache, tokens
         self.groups = layer_groups(cache.config, numbers)
         shape = cache.shape
-        self.widths = {"keys": shape.kv_heads * shape.key_dim, "values": shape.kv_heads * shape.value_dim}
+        self.heads = [cache.kv_heads[layers[0]] for layers in self.groups]
         self.dims = {"keys": shape.key_dim, "values": shape.value_dim}
         kinds = attention_layers(cache.config)
         self.windows = [kinds[layers[0]].window for layers in self.groups]
@@ -74,7 +74,7 @@ class Layers:
 
     def numbers(self, group: int, side: Side) -> int:
         """Return the numbers of a group's vectors."""
-        return self.widths[side] * len(self.groups[group])
+        return self.heads[group] * self.dims[side] * len(self.groups[group])
 
     def sides(self) -> Iterator[tuple[int, Side]]:
         """Yield the groups that have coded tokens, with each side."""

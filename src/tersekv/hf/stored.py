@@ -64,7 +64,7 @@ def save(cache: ModelCache, about: dict[str, Any], ids: Tensor | None, rate: flo
         raise UserError(f"a storage file holds one sequence, and the cache has {about['batch']}: leave storage out")
     own = [layer for layer in cache.layers if isinstance(layer, CompressedLayer)]
     stores = [layer.store for layer in own if layer.store is not None]
-    if any(cache.heads(store.kv_heads) is not None for store in stores):
+    if any(cache.heads(of.store.kv_heads, of.index) is not None for of in own if of.store is not None):
         raise UserError("a storage file holds all heads, and other processes have some of them: leave storage out")
     if any(store.by_head for store in stores):
         raise UserError(f"{cache.recipe} evicts tokens, and a storage file holds them all: read the prompt without it")
@@ -340,7 +340,7 @@ class StoredFile:
     def _exact(self, group: int, side: Side) -> Tensor:
         """Return the exact tokens [layers, H, n, D] of one side of a group."""
         name, D, span = f"exact.{group}.{side}", self.layers.dims[side], self.layers.spans[group]
-        shape = len(self.layers.groups[group]), self.layers.widths[side] // D, span.start - span.first, D
+        shape = len(self.layers.groups[group]), self.layers.heads[group], span.start - span.first, D
         try:
             return codec.exact_tensor(self._named(name), shape, _exact_dtype(self.dtype))
         except UserError as error:
@@ -353,11 +353,11 @@ class StoredFile:
 
         exact: first tokens [H, n, D] of the layer, in the first piece. coded: see `_components`.
         """
-        layers, width, D = self.layers, self.layers.widths[side], self.layers.dims[side]
+        layers, D = self.layers, self.layers.dims[side]
         parts, index = [] if exact is None else [exact[None].to(self.dtype)], layers.groups[group][place]
         rope = layers.cache.ropes.known(index) or NO_ROPE
         if coded is not None:
-            at, components = coded
+            (at, components), width = coded, layers.heads[group] * D
             flat = components.vectors(self.bases[group, side], place * width, (place + 1) * width)
             x = flat.unflatten(1, (-1, D)).transpose(0, 1)[None]
             if side == "keys":

@@ -198,6 +198,13 @@ def attention_layers(config: PreTrainedConfig) -> list[LayerKind]:
     return kinds
 
 
+def heads_by_layer(config: PreTrainedConfig, ropes: Ropes | None = None) -> list[int]:
+    """Return the number of KV heads of each layer. Sliding layers of MiMo-V2-Flash have twice as many as the others."""
+    shape, kinds = AttentionShape.of(config), attention_layers(config)
+    ropes = ropes or Ropes(config, shape.key_dim)
+    return [(kind.type == "attention" and ropes.heads(i)) or shape.kv_heads for i, kind in enumerate(kinds)]
+
+
 def has_key_bias(config: PreTrainedConfig) -> bool | None:
     """Return True if the model adds a bias to its keys, so that their mean is large; None if unknown.
 
@@ -234,7 +241,10 @@ def cache_shape(config: PreTrainedConfig) -> CacheShape:
     dims = shape.key_dim, shape.value_dim
     index_dims = tuple(kind.index_dim for kind in kinds if kind.type == "attention")
     index_dims = index_dims if any(index_dims) else ()
-    return CacheShape(windows, shape.kv_heads, *dims, known, ropes, shape.query_heads, shape.latent, index_dims)
+    by_layer = zip(heads_by_layer(config, known_ropes), kinds, strict=True)
+    heads = tuple(held for held, kind in by_layer if kind.type == "attention")
+    heads = heads if {*heads} != {shape.kv_heads} else ()
+    return CacheShape(windows, shape.kv_heads, *dims, known, ropes, shape.query_heads, shape.latent, index_dims, heads)
 
 
 def _kind(config: PreTrainedConfig, name: str) -> LayerKind:

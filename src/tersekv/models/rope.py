@@ -39,18 +39,18 @@ NOT_TEXT = ("Vision", "Audio")
 MOST_BUILT = 8
 _built: dict[tuple[str, str | None], Rope] = {}
 """RoPE by config and layer type, for further caches of the same model: to build and check one takes 40 ms or more."""
-_rotated: dict[tuple[str, str | None], bool] = {}
-"""True if keys have RoPE, likewise: to build an attention module and see takes 8 ms."""
+_seen: dict[tuple[str, str | None], tuple[bool, int | None]] = {}
+"""True if keys have RoPE, and their heads, likewise: to build an attention module and see takes 8 ms."""
 
 
 class KeyProbe(Exception):  # noqa: N818  # it stops an attention module whose keys are known
-    """In place of a cache: see if keys depend on the angles of RoPE, then raise itself."""
+    """In place of a cache: see if keys depend on the angles of RoPE, and their heads, then raise itself."""
 
-    rotated = True
+    rotated, heads = True, None
 
     def update(self, keys: Tensor, *_: Any, **__: Any) -> Any:
-        """Note if the keys [B, H, n, D] require a gradient, and stop the attention module."""
-        self.rotated = keys.requires_grad
+        """Note H, and if the keys [B, H, n, D] require a gradient, and stop the attention module."""
+        self.rotated, self.heads = keys.requires_grad, keys.shape[1]
         raise self
 
 
@@ -164,22 +164,27 @@ class Ropes:
             return False
         if parameters.get("rope_theta", 0) is None:
             return False
-        return self._once(_rotated, kind, lambda: self._attention_rotates(layer))
+        return self._once(_seen, kind, lambda: self._look(layer))[0]
 
-    def _attention_rotates(self, layer: int) -> bool:
-        """True unless the model's code shows that a layer's keys do not depend on the angles.
+    def heads(self, layer: int) -> int | None:
+        """Return the number of a layer's KV heads if layers of different types may differ in it, and it is known."""
+        types = getattr(self.config, "layer_types", None)
+        if not types or getattr(self.config, "kv_lora_rank", None):
+            return None
+        return self._once(_seen, types[layer], lambda: self._look(layer))[1]
+
+    def _look(self, layer: int) -> tuple[bool, int | None]:
+        """Return True unless the model's code shows that a layer's keys do not depend on the angles; and their heads.
 
         Some models have RoPE only in layers with a sliding window, and only their code says so. The
         module runs on the meta device, which needs no memory. The angles require a gradient, so keys
         that depend on them require one, too.
         """
-        made = self._class("Attention", ("layer_idx",))
-        if made is None or "position_embeddings" not in inspect.signature(made.forward).parameters:
-            return True
         probe = KeyProbe()
         try:
-            if (given := GIVEN.search(inspect.getsource(self._modelling()))) is not None:
-                return bool(self.config.layer_types[layer] == given[1])
+            made = self._class("Attention", ("layer_idx",))
+            if made is None or "position_embeddings" not in inspect.signature(made.forward).parameters:
+                return True, None
             with torch.inference_mode(False), torch.enable_grad(), torch.device("meta"):
                 module = made(self.config, layer_idx=layer).requires_grad_(False)
                 angles = torch.ones(2, 1, 1, self.head_dim, requires_grad=True).unbind()
@@ -187,13 +192,15 @@ class Ropes:
                 named = {cache_name(made.forward): probe}
                 module(hidden_states=x, position_embeddings=angles, attention_mask=None, **named)
         except KeyProbe:
-            probe.__traceback__ = (
-                None  # its frames hold the probe, and so everything of the callers, until a collection
-            )
-            return probe.rotated
+            # its frames hold the probe, and so everything of the callers, until a collection
+            probe.__traceback__ = None
         except Exception:  # a module of another form may raise any error
-            return True
-        return True
+            return True, None
+        try:
+            given = GIVEN.search(inspect.getsource(self._modelling()))
+        except OSError:
+            given = None
+        return probe.rotated and (given is None or self.config.layer_types[layer] == given[1]), probe.heads
 
     def _class(self, suffix: str, takes: tuple[str, ...] = ()) -> Any:
         """Return the decoder's class whose name has a suffix; None if there is none.

@@ -34,6 +34,7 @@ class CacheShape:
     query_heads: number of query heads, which the policy mixed needs.
     latent: see `AttentionShape`.
     index_dims: `LayerPlan.index_dim` of each layer; empty if all are 0.
+    heads: KV heads of each layer; empty if all have `kv_heads`.
     """
 
     windows: tuple[int | None, ...]
@@ -45,14 +46,20 @@ class CacheShape:
     query_heads: int = 0
     latent: bool = False
     index_dims: tuple[int, ...] = ()
+    heads: tuple[int, ...] = ()
+
+    def of_layer(self, layer: int) -> CacheShape:
+        """Return the shape whose `kv_heads` are those of a layer."""
+        return dataclasses.replace(self, kv_heads=self.heads[layer]) if self.heads else self
 
     def elements(self, tokens: int, batch: int = 1) -> int:
         """Return the key and value elements of a full cache with so many tokens.
 
         A sliding-window layer holds the tokens of its window.
         """
-        held = sum(tokens if window is None else min(tokens, window) for window in self.windows)
-        return batch * (held * self.kv_heads * (self.key_dim + self.value_dim) + tokens * sum(self.index_dims))
+        heads = self.heads or [self.kv_heads] * len(self.windows)
+        held = sum(min(tokens, window or tokens) * n for window, n in zip(self.windows, heads, strict=True))
+        return batch * (held * (self.key_dim + self.value_dim) + tokens * sum(self.index_dims))
 
 
 class Calls(NamedTuple):
@@ -94,14 +101,15 @@ def size(
     recipe: without `memory`.
     fullest: layers that evict count with the most slots that any stream of more tokens than their budget leaves.
     """
-    rows = batch * shape.kv_heads
-    calls = Calls(tokens - generated, piece, generated)
+    whole, calls = shape, Calls(tokens - generated, piece, generated)
     first = next(iter(calls.sizes()), 0)
-    held: dict[tuple[LayerPlan, int | None, int | None], tuple[Footprint, list[bool]]] = {}
+    held: dict[tuple[LayerPlan, int | None, int | None, int], tuple[Footprint, list[bool]]] = {}
     footprints: list[Footprint] = []
     shared: dict[str, int] = {}
     rope_tables: dict[int, Tensor] = {}
-    for index, window in enumerate(shape.windows):
+    for index, window in enumerate(whole.windows):
+        shape = whole.of_layer(index)
+        rows = batch * shape.kv_heads
         plan = recipe.plan(index, len(shape.windows))
         plan = plan.of_latents(shape.index_dims[index] if shape.index_dims else 0) if shape.latent else plan
         plan = plan if scores is None else plan._replace(scores=scores)
@@ -113,7 +121,7 @@ def size(
         evicting = plan.policy if isinstance(plan.policy, Selection) and window is None else None
         budget = None if evicting is None else evicting.kept(_seen(evicting, calls), plan.layer, plan.layers)
         alike = plan._replace(layer=0, scores=None, rates=None) if budget is None or plan.scores is None else plan
-        key = alike, window, budget
+        key = alike, window, budget, shape.kv_heads
         if key not in held:
             if budget is None:
                 held[key] = _kept(plan, window, shape, calls, batch)
