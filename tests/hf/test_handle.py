@@ -43,6 +43,17 @@ def test_any_tensor_operation_decodes_it_and_appends_once(handles):
     assert layer.get_seq_length() == 201
 
 
+def test_repeated_heads_stay_a_handle(handles):
+    key, _, layer, *_ = handles
+    repeated = key.repeat(1, 3, 1, 1)
+    assert isinstance(repeated, PendingTokens)
+    assert repeated.shape == (1, 6, 201, 32)
+    assert layer.get_seq_length() == 200
+    assert torch.equal(repeated.decoded(), key.decoded().repeat(1, 3, 1, 1))
+    for sizes in ((2, 1, 1, 1), (1, 3, 1, 2), (1, 1, 1, 1, 1), ((1, 3, 1, 1),)):
+        assert torch.equal(key.repeat(*sizes), key.decoded().repeat(*sizes))
+
+
 def test_unknown_attributes_are_those_of_the_tensor(handles):
     key, *_ = handles
     assert key.ndim == 4

@@ -6,6 +6,7 @@ transformers' own cache.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import warnings
@@ -301,6 +302,31 @@ def test_a_module_that_decodes_one_handle():
     for kwargs in ({}, {"prefill_chunk_size": 32}):
         expected, got = pair(model, ids, **kwargs)
         assert got.tolist() == expected.tolist()
+
+
+JETMOE = {"kv_channels": 32, "num_local_experts": 2, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize("recipe", ["default", "small", "snapkv:budget=200,recent=32+kivi:bits=4"])
+def test_heads_that_the_model_repeats_are_read_packed(recipe):
+    """JetMoe repeats keys and values before attention, so query head h reads head h % H."""
+    torch.manual_seed(0)
+    model = tf.JetMoeForCausalLM(tf.JetMoeConfig(**SHAPE | JETMOE)).eval()
+    ids, attentions = prompt(300), []
+    for kwargs in ({}, {"prefill_chunk_size": 64}):
+        expected, got = pair(model, ids, **kwargs)
+        assert got.tolist() == expected.tolist()
+    for codec in (None, LOSSLESS):
+        cache = DynamicCache(config=model.config) if codec is None else tersekv.CompressedCache(model, codec)
+        model.set_attn_implementation("eager" if codec is None else "sdpa")
+        with contextlib.nullcontext() if codec is None else tersekv.compress(model, codec), torch.no_grad():
+            model(ids[:, :-9], past_key_values=cache)
+            attentions.append(model(ids[:, -9:], past_key_values=cache, output_attentions=True).attentions)
+    for mine, own in zip(*attentions, strict=True):
+        torch.testing.assert_close(mine, own, atol=1e-5, rtol=1e-4)
+    with warnings.catch_warnings(), tersekv.compress(model, recipe):
+        warnings.simplefilter("error", UserWarning)  # nothing is decoded
+        assert model.generate(ids, **GREEDY).shape == (1, 320)
 
 
 @pytest.mark.parametrize("recipe", ["uniform:bits=8,axis=channel,group=0", "qjl", "kivi:bits=2"])

@@ -45,7 +45,7 @@ SPECIAL = {
     "whisper": "the decoder alone",
     "bart": "the decoder alone",
     "bigbird_pegasus": "the decoder alone",
-    "diffllama": "opens keys before attention, as Doge and JetMoe: tokens are decoded",
+    "diffllama": "uses values before attention, as Doge does: tokens are decoded",
     "glm": "RoPE over a part of the channels, pairs side by side",
     "qwen3_next": "attention layers beside recurrent ones",
     "qwen3_5": "attention layers beside recurrent ones, RoPE over a part of the channels",

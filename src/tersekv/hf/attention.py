@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ def attention_forward(
     """
     if (indices := kwargs.pop("indices", None)) is not None:
         attention_mask = _of_indices(attention_mask, indices)
+    if _are_repeated(query, key, value, kwargs):
+        return _repeated(module, query, key.pending, attention_mask, dropout, scaling, **kwargs)
     are_handles = isinstance(key, (NewTokens, PendingTokens))
     up = UpProjection.of(module, query.device) if are_handles and hasattr(type(module), EXPAND) else None
     if isinstance(key, NewTokens):
@@ -99,6 +102,31 @@ def attention_forward(
     if not pending.committed:
         pending.commit(padding, observed)
     return (out if up is None or reading.expand is not None else up.output(out)), weights
+
+
+def _are_repeated(query: Tensor, key: Any, value: Any, kwargs: dict[str, Any]) -> bool:
+    """True if the heads of both handles are repeated to those of the queries, and the call depends on no head."""
+    if not isinstance(key, PendingTokens) or key.copies == 1 or _untouched(key, value) is None:
+        return False
+    alike = key.copies == value.copies and query.shape[1] == key.shape[1]
+    return alike and kwargs.get("s_aux") is None and kwargs.get("position_bias") is None
+
+
+def _repeated(
+    module: Any, query: Tensor, pending: Pending, mask: Tensor | None, dropout: float, scaling: float | None, **own: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Attend where query head h reads head h % H, not h // copies: sort the queries by the heads that they read."""
+    H = pending.keys.shape[1]
+    query, handles = _sorted(query, -1, H), (PendingTokens(pending, False), PendingTokens(pending, True))
+    as_ours = SimpleNamespace(num_key_value_groups=query.shape[1] // H, training=module.training)
+    out, weights = attention_forward(as_ours, query, *handles, mask, dropout, scaling, **own)
+    out = _sorted(out.transpose(1, 2), H, -1).transpose(1, 2).contiguous()  # modules use `view`
+    return out, None if weights is None else _sorted(weights, H, -1)
+
+
+def _sorted(x: Tensor, rows: int, columns: int) -> Tensor:
+    """Return x [B, heads, …] with its heads, a table of rows and columns, in order of columns."""
+    return x.unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)
 
 
 def _expanded(module: Any, keys: Tensor) -> tuple[Tensor, Tensor]:

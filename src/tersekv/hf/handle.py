@@ -72,10 +72,12 @@ class PendingTokens:
     Attention modules pass it unchanged from `update` to the attention function, which reads the
     store and then commits. Any other use decodes the whole tensor and commits, which is slower but
     correct.
+
+    copies: number of times that the heads are repeated, one after the other.
     """
 
-    def __init__(self, pending: Pending, is_values: bool) -> None:
-        self.pending, self.is_values = pending, is_values
+    def __init__(self, pending: Pending, is_values: bool, copies: int = 1) -> None:
+        self.pending, self.is_values, self.copies = pending, is_values, copies
 
     @property
     def _new(self) -> Tensor:
@@ -85,7 +87,7 @@ class PendingTokens:
     def shape(self) -> torch.Size:
         """Shape of the decoded tensor."""
         B, H, n, D = self._new.shape
-        return torch.Size((B, H, self.pending.past_tokens + n, D))
+        return torch.Size((B, H * self.copies, self.pending.past_tokens + n, D))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -99,10 +101,17 @@ class PendingTokens:
 
     def decoded(self) -> Tensor:
         """Return the tensor, see `Pending.decoded`."""
-        return self.pending.decoded()[int(self.is_values)]
+        decoded = self.pending.decoded()[int(self.is_values)]
+        return decoded if self.copies == 1 else decoded.repeat(1, self.copies, 1, 1)
+
+    def repeat(self, *sizes: int) -> PendingTokens | Tensor:
+        """Return a handle if only heads are repeated, which JetMoe does before attention, else the tensor."""
+        if self.copies == 1 and len(sizes) == 4 and sizes[::2] + sizes[3:] == (1, 1, 1):
+            return PendingTokens(self.pending, self.is_values, sizes[1])
+        return self.decoded().repeat(*sizes)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name in ("pending", "is_values"):
+        if name.startswith("__") or name in ("pending", "is_values", "copies"):
             raise AttributeError(name)
         return getattr(self.decoded(), name)
 
