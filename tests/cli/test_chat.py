@@ -14,6 +14,7 @@ import torch
 
 import tersekv
 from tersekv import cli
+from tersekv.calibration.text import common_ids
 from tersekv.cli import chat
 from tersekv.cli.turns import Turns
 from tersekv.errors import UserError
@@ -149,6 +150,28 @@ def test_a_file_of_prompt_cache_build_is_continued(tiny, talk, fed, tmp_path, ca
     fed.clear()
     talk.ask("Who?")
     assert fed[0] == whole.shape[1] - len(text) - 1
+
+
+@pytest.mark.parametrize(
+    ("question", "answer", "document"),
+    [
+        ("USER: {}\nASSISTANT:", "{}</s>", "Two lines.\n\nASSISTANT is a word."),
+        ("[INST] {} [/INST]", " {} </s>", "A list [1] of [two]."),
+    ],
+    ids=["vicuna", "llama-2"],
+)
+def test_a_built_file_is_continued_in_a_turn_without_end_tokens(network, question, answer, document):
+    tokenizer = copy.copy(network[1])
+    asked, said = (part.format("{{ m.content }}") for part in (question, answer))
+    tokenizer.chat_template = (
+        f"{{% for m in messages %}}{{% if m.role == 'user' %}}{asked}{{% else %}}{said}{{% endif %}}{{% endfor %}}"
+    )
+    turns = Turns(tokenizer)
+    turns.ids = common_ids(tokenizer, document, network[0].config)[0].tolist()
+    whole = Turns(tokenizer).prompt(f"{document}\n\nWho?")
+    assert torch.equal(turns.prompt("Who?"), whole)
+    turns.ids = [*whole[0].tolist(), *tokenizer("me")["input_ids"]]
+    assert tokenizer.decode(turns.prompt("Why?")[0]).endswith(answer.format("me").lstrip() + question.format("Why?"))
 
 
 def test_ctrl_c_stops_an_answer_and_the_chat_goes_on(talk, network, capsys):

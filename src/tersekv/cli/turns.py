@@ -14,6 +14,9 @@ from tersekv.errors import UserError
 MARK = "tersekv-marks-this-place"
 """Stands for an earlier message, to find what the template writes after it."""
 
+BREAK = "\n\n"
+"""Between a document and the question about it (`question_prompt`)."""
+
 
 class Turns:
     """The conversation so far. ids: of its tokens, without the end of the latest answer."""
@@ -31,7 +34,10 @@ class Turns:
         if not self.ids:
             added = self._encoded(f"{head}{text}{tail}")
         elif self._is_open(head, tail):
-            added = self._encoded(f"\n\n{text}{tail}")
+            # a built file ends with what the break and the tail have in common, because one of them follows the text
+            ends = (BREAK[:n] for n in (2, 1, 0))
+            held = next(end for end in ends if tail.startswith(end) and self._decoded().endswith(end))
+            added = self._encoded(f"{BREAK.removeprefix(held)}{text}{tail}")
         else:
             said = [{"role": "user", "content": "?"}, {"role": "assistant", "content": MARK}]
             _, found, after = self._rendered([*said, {"role": "user", "content": text}]).partition(MARK)
@@ -42,8 +48,13 @@ class Turns:
 
     def _is_open(self, head: str, tail: str) -> bool:
         """True if the conversation is a question without its end, as in a file of `prompt-cache build`."""
-        start, end = self._encoded(head), self._encoded(tail)[:1]
-        return self.ids[: len(start)] == start and bool(end) and end[0] not in self.ids[len(start) :]
+        # text, because tokens of head and tail may join those of the question; tokenizers add spaces at special tokens
+        said = self._decoded().replace(" ", "")
+        head, tail = head.replace(" ", ""), tail.replace(" ", "")
+        return bool(tail) and said.startswith(head) and tail not in said[len(head) :]
+
+    def _decoded(self) -> str:
+        return str(self._tokenizer.decode(self.ids, clean_up_tokenization_spaces=False))
 
     def _around(self, text: str) -> tuple[str, str]:
         head, _, tail = self._rendered([{"role": "user", "content": text}]).partition(text)
