@@ -167,6 +167,34 @@ def test_a_folders_own_prompts(data: Path) -> None:
         LongBench(samples=1, subtasks="lcc", data=str(data)).instances(FakeReader())
 
 
+def test_a_question_before_the_context() -> None:
+    settings = DATASETS["qasper"]._replace(prompt="{input}\n{context}\nAnswer {input}")
+    prompt = build(FakeReader(), "qasper", settings, sample("qasper", words=2), 0, 4096).prompt
+    assert prompt.context + prompt.question == "What is 0? \nw0 w1\nAnswer What is 0?"
+
+
+@pytest.mark.parametrize(
+    ("what", "content", "said"),
+    [
+        ("prompt", [1], "is not a JSON object"),
+        ("prompt", {"lcc": "Go on: {input}"}, "write a text with {context} exactly once"),
+        ("prompt", {"lcc": "{context} {context}"}, "write a text with {context} exactly once"),
+        ("prompt", {"lcc": 1}, "write a text with {context} exactly once"),
+        ("maxlen", {"lcc": "5"}, "write a whole number from 1"),
+    ],
+)
+def test_wrong_prompts_of_a_folder(what: str, content: Any, said: str, data: Path) -> None:
+    (data / f"dataset2{what}.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=said):
+        LongBench(samples=1, subtasks="lcc", data=str(data)).instances(FakeReader())
+
+
+def test_half_of_a_character(data: Path) -> None:
+    (data / "lcc.jsonl").write_text(json.dumps(sample("lcc") | {"context": "a \ud800"}))
+    with pytest.raises(UserError, match=r"lcc in .*: the text holds half of a character"):
+        LongBench(subtasks="lcc", data=str(data)).instances(FakeReader())
+
+
 def test_all_means_available_datasets(data: Path) -> None:
     for name in DATASETS:
         if name not in ("qasper", "lcc"):

@@ -15,6 +15,7 @@ import zipfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tersekv.calibration.text import whole_characters
 from tersekv.errors import UserError
 
 HUB = "hub"
@@ -159,19 +160,36 @@ def available(source: str) -> list[str]:
 
 def dataset(name: str, source: str) -> Dataset:
     """Return a dataset's settings, with the prompt and answer length from the folder if it has
-    them."""
+    them.
+
+    Raises:
+        UserError: a file of them is not a JSON object, or the prompt or length in it is not valid.
+    """
     made = DATASETS[name]
     if source == HUB:
         return made
     prompts, lengths = (_json(Path(source) / f"dataset2{what}.json") for what in ("prompt", "maxlen"))
-    return made._replace(prompt=prompts.get(name, made.prompt), new_tokens=lengths.get(name, made.new_tokens))
+    prompt, new_tokens = prompts.get(name, made.prompt), lengths.get(name, made.new_tokens)
+    if not isinstance(prompt, str) or prompt.count("{context}") != 1:
+        raise UserError(
+            f"dataset2prompt.json in {source} has the prompt {prompt!r:.80} for {name}: write a text with {{context}} "
+            "exactly once, and {input} for the question"
+        )
+    if type(new_tokens) is not int or new_tokens < 1:
+        raise UserError(
+            f"dataset2maxlen.json in {source} has {new_tokens!r:.80} for {name}: write a whole number from 1"
+        )
+    return made._replace(prompt=prompt, new_tokens=new_tokens)
 
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        read = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
     except (OSError, ValueError) as error:
         raise UserError(f"{path} is not valid JSON: download it again from THUDM/LongBench") from error
+    if not isinstance(read, dict):
+        raise UserError(f"{path} is not a JSON object by dataset: download it again from THUDM/LongBench")
+    return read
 
 
 @functools.lru_cache(maxsize=16)
@@ -189,8 +207,9 @@ def samples(name: str, source: str) -> tuple[dict[str, Any], ...]:
         for sample in read:
             if not isinstance(sample["context"], str) or not isinstance(sample["input"], str) or not sample["answers"]:
                 raise TypeError("context, input or answers")
-    except UserError:
-        raise
+            whole_characters(json.dumps(sample, ensure_ascii=False))
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from error
     except OSError as error:
         raise UserError(f"cannot read {where}: {getattr(error, 'strerror', None) or error}") from error
     except (ValueError, KeyError, TypeError) as error:

@@ -129,8 +129,8 @@ class LongBench(QuestionTask):
 
 def build(reader: Reader, name: str, settings: Dataset, sample: dict[str, Any], index: int, length: int) -> Case:
     """Build a sample, cut in the middle so that it has `length` tokens with its answer."""
-    before, after = settings.prompt.split("{context}")
-    question = after.replace("{input}", sample["input"]).rstrip(" ")
+    before, after = (part.replace("{input}", sample["input"]) for part in settings.prompt.split("{context}"))
+    question = after.rstrip(" ")
     whole = before + sample["context"] + question
     cell = {"subtask": name, "length": length, "metric": settings.metric, "_id": sample.get("_id")}
 
