@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
+from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +13,9 @@ import pytest
 from fake_reader import FakeReader, ask
 from fake_reader import questions as questions
 from tersekv.errors import UserError
+from tersekv.lab.evals.ruler_lists import common_words
 from tersekv.lab.evals.tasks.ruler import SUBTASKS, Ruler
+from tersekv.lab.evals.words import FILES, word_lists
 
 
 @pytest.mark.parametrize("subtask", SUBTASKS)
@@ -72,8 +77,31 @@ def test_impossible_requests(options: dict[str, Any], said: str) -> None:
         Ruler(**{"samples": 1, "lengths": "2k", **options}).instances(FakeReader())
 
 
-def test_too_few_words_or_questions(questions: str) -> None:
+def test_common_words_up_to_all_words(tmp_path: Path) -> None:
+    """A length is refused only if another word would fit, though the search tries sizes beyond the right one."""
+    for name, start in zip(FILES, (0, 100, 200), strict=True):
+        (tmp_path / name).write_text("\n".join(f"w{i}" for i in range(start, start + 100)))
+    reader, task = FakeReader(context=1 << 17), Ruler(samples=1, subtasks="cwe", data=str(tmp_path))
+    words = word_lists(str(tmp_path))
+    whole = common_words(300, 4096, Random(0), words).tokens(reader)
+    assert whole > 4096
+    (case,) = dataclasses.replace(task, lengths=str(whole)).cases(reader)
+    assert whole - 60 < case.tokens(reader) <= whole
+    with pytest.raises(UserError, match="cwe needs more than the 300 available words"):
+        list(dataclasses.replace(task, lengths=str(whole + 60)).cases(reader))
+    for name in FILES:
+        (tmp_path / name).write_text("one")
+    word_lists.cache_clear()
+    with pytest.raises(UserError, match="cwe needs more than the 1 available words"):
+        list(dataclasses.replace(task, lengths="2k").cases(reader))
+
+
+def test_too_few_words_or_questions(questions: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cwe needs more than the"):
         Ruler(samples=1, lengths="64k", subtasks="cwe").instances(FakeReader(context=1 << 17))
     with pytest.raises(UserError, match="qa_2 has 3 questions"):
         Ruler(samples=4, lengths="2k", subtasks="qa_2", data=questions).instances(FakeReader())
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "hotpotqa.json").write_text("[]")
+    with pytest.raises(UserError, match=r"hotpotqa\.json has no questions"):
+        Ruler(samples=1, lengths="2k", subtasks="qa_2", data=str(tmp_path / "empty")).instances(FakeReader())

@@ -86,9 +86,12 @@ def read(subtask: str, folder: str) -> Documents:
         raise UserError(f"{subtask} needs {' or '.join(names)}, and data {folder!r} has none of them")
     try:
         content = json.loads(found[0].read_text(encoding="utf-8"))
-        return _squad(content) if subtask == "qa_1" else _hotpot(content)
+        made = _squad(content) if subtask == "qa_1" else _hotpot(content)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{found[0]} is not in the layout of {names[0]} ({error!r:.80}): download it again") from error
+    if not made.asked:
+        raise UserError(f"{found[0]} has no questions with an answer: download it again")
+    return made
 
 
 def _squad(content: dict[str, Any]) -> Documents:

@@ -39,7 +39,7 @@ from tersekv.errors import UserError
 from tersekv.lab.evals.cases import Case
 from tersekv.lab.evals.haystack import NOISE, spread
 from tersekv.lab.evals.prompt import Prompt
-from tersekv.lab.evals.words import Words
+from tersekv.lab.evals.words import FILES, Words
 
 VT_HEAD = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n"
 VT_QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."
@@ -111,17 +111,22 @@ def _chain(names: list[str], size: int, rng: Random) -> tuple[str, str]:
 def common_words(size: int, length: int, rng: Random, words: Words) -> Case:
     """Build common words with `size` different words for a prompt of `length` tokens."""
     every = words.every
-    if size > len(every):
-        raise UserError(
-            f"cwe needs more than the {len(every):,} available words to fill {length:,} tokens: give a "
-            "folder with longer adjectivelist.txt, nounlist.txt and verblist.txt as data, or a smaller length"
-        )
     often, seldom, example = (6, 1, (20, 3, 1)) if length < 4096 else (30, 3, (40, 10, 3))
+    if max(size, example[0]) > len(every):
+        raise too_few_words(words, length)
     shown, shown_common = _numbered(rng.sample(every, example[0]), example[1], example[2], rng)
     context, common = _numbered(rng.sample(every, size), often, seldom, rng)
     answered = " ".join(f"{i}. {word}" for i, word in enumerate(shown_common, 1))
     before = CWE_HEAD + shown + CWE_QUESTION + CWE_ANSWER + f" {answered}\n"
     return Case("", Prompt(before + CWE_HEAD + context, CWE_QUESTION, CWE_ANSWER), tuple(common), CWE_NEW_TOKENS)
+
+
+def too_few_words(words: Words, length: int) -> UserError:
+    """Return the error for word lists that do not fill a prompt."""
+    return UserError(
+        f"cwe needs more than the {len(words.every):,} available words to fill {length:,} tokens: give a folder with "
+        f"longer {', '.join(FILES[:-1])} and {FILES[-1]} as data, or a smaller length"
+    )
 
 
 def _numbered(words: list[str], often: int, seldom: int, rng: Random) -> tuple[str, list[str]]:

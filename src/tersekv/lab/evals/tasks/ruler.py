@@ -92,7 +92,10 @@ class Ruler(QuestionTask):
         size = largest(lambda size: make(size).tokens(reader) <= length, least, most)
         if size is None:
             raise too_short(subtask, length)
-        return make(size)
+        case = make(size)
+        if subtask == "cwe" and size == most and case.tokens(reader) * (size + 1) <= length * size:
+            raise ruler_lists.too_few_words(word_lists(self.data), length)  # there is room for one word more
+        return case
 
     def _maker(self, reader: Reader, subtask: str, length: int, i: int) -> tuple[Maker, int, int]:
         """Return a function that builds a case of a size, and the smallest and largest sizes."""
@@ -108,8 +111,8 @@ class Ruler(QuestionTask):
             example = self._example_size(reader, rng)
             return lambda n: ruler_lists.variables(n, example, rng()), ruler_lists.VT_LEAST, length
         if subtask == "cwe":
-            words = word_lists(self.data)
-            return lambda n: ruler_lists.common_words(n, length, rng(), words), ruler_lists.CWE_LEAST, length
+            words, least = word_lists(self.data), ruler_lists.CWE_LEAST
+            return lambda n: ruler_lists.common_words(n, length, rng(), words), least, max(least, len(words.every))
         if subtask == "fwe":
             return lambda n: ruler_lists.frequent_words(n, length, rng()), ruler_lists.FWE_LEAST, length
         documents = ruler_documents.read(subtask, self.data)
