@@ -18,6 +18,7 @@ from made_records import results as results
 from tersekv import UserError, cli
 from tersekv.lab.bench.generate import Decoding
 from tersekv.lab.evals import runs
+from tersekv.lab.evals.questions import read_questions
 from tersekv.lab.plots import decodings, timings
 from tersekv.lab.plots.kinds import names, plot
 from tersekv.lab.plots.style import render
@@ -51,6 +52,13 @@ def test_plots_of_a_model(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixtur
     assert [len(row) for row in made["tables"][0]["rows"]] == [7, 7]
     assert "tiny0, 96 tokens of pydoc, KV head 0: scatter plots of layers 0, keys above" in made["shows"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a.png", "b.SVG", "c.png", "text.txt"]
+
+
+def test_questions_with_other_line_separators_and_blank_lines(tmp_path: Path) -> None:
+    asked = [{"question_id": i, "turns": [f"Why\u2028so\x85?{i}"]} for i in (1, 2)]
+    (tmp_path / "q.jsonl").write_text("\n\n".join(json.dumps(one, ensure_ascii=False) for one in asked) + "\n \n")
+    assert read_questions(str(tmp_path / "q.jsonl")) == {str(one["question_id"]): one["turns"][0] for one in asked}
+    assert runs.read(tmp_path / "q.jsonl") == asked
 
 
 def test_a_question_and_its_answer(tiny: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

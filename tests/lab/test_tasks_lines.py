@@ -92,6 +92,20 @@ def test_shipped_cases_are_subsampled(tmp_path: Path) -> None:
         Lines(variant="pairs", data=str(tmp_path)).instances(FakeReader())
 
 
+@pytest.mark.parametrize("lines", [5, None])
+def test_shipped_files_in_another_layout(lines: int | None, tmp_path: Path) -> None:
+    """With fewer lines than the name says, without the target, in other JSON, or none."""
+    file, said = tmp_path / "20_lines.jsonl", "20_lines.jsonl is not in LongEval's layout .*download it again"
+    (tmp_path / "2x_lines.jsonl").write_text("another file")
+    if lines:
+        shipped(tmp_path, lines)
+        whole = (tmp_path / f"{lines}_lines.jsonl").read_text()
+    for content in [whole, whole.replace('"name-2"', '"name-9"')] if lines else ["", "no JSON", "[]", "{}", '"a"']:
+        file.write_text(content)
+        with pytest.raises(UserError, match=said):
+            Lines(samples=1, lines="10", data=str(tmp_path)).instances(FakeReader())
+
+
 def test_longevals_own_cases() -> None:
     folder = data_folder()
     if folder is None or not (folder / "longeval" / "200_lines.jsonl").is_file():

@@ -25,7 +25,10 @@ def read_questions(path: str) -> dict[str, str]:
         UserError: the file cannot be read, or a line is no such question.
     """
     found: dict[str, str] = {}
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    # No splitlines(), because texts may contain Unicode line separators.
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if not line.strip():
+            continue
         try:
             asked = json.loads(line)
             found[str(asked["question_id"])] = str(asked["turns"][0])

@@ -47,7 +47,7 @@ def read(path: Path) -> list[Row]:
         UserError: a line is not a JSON object.
     """
     found = []
-    for number, row in expanded(path.read_text(encoding="utf-8").splitlines()):
+    for number, row in expanded(path.read_text(encoding="utf-8").split("\n")):
         if not isinstance(row, dict):
             raise UserError(f"line {number} of {path} is not a JSON object: give a file of records")
         found.append(row)

@@ -63,6 +63,8 @@ PAIRS_LINE = "{name}: {number}\n"
 PAIRS_QUESTION = "\nThe record is over. What is the number of {name}?"
 VARIANTS = ("longeval", "pairs")
 MOST_LINES = 100_000
+Shipped = tuple[dict[str, int], str]
+"""Numbers by name, and the name that is asked for."""
 
 
 @dataclass(frozen=True)
@@ -97,24 +99,37 @@ class Lines(QuestionTask):
                     name = rng.choice(names)
                 yield build(self.variant, pairs, name, f"{count}-{i}")
 
-    def _shipped(self, count: int) -> list[dict[str, Any]]:
+    def _shipped(self, count: int) -> list[Shipped]:
         """Return LongEval's cases with the smallest sufficient number of lines.
 
         The list is empty if `data` has word lists or is not given.
+
+        Raises:
+            UserError: there is no such file, or it is in another layout.
         """
         if not self.data or any((Path(self.data) / file).exists() for file in FILES):
             return []
         if self.variant != "longeval":
             raise UserError(f"variant=pairs takes names from word lists, but {self.data} has no {', '.join(FILES)}")
-        sizes = {int(p.name.split("_")[0]): p for p in Path(self.data).glob("[0-9]*_lines.jsonl")}
+        files = Path(self.data).glob("[0-9]*_lines.jsonl")
+        sizes = {int(size): p for p in files if (size := p.name.removesuffix("_lines.jsonl")).isdecimal()}
         enough = [size for size in sizes if size >= count]
         if not enough:
             raise UserError(
                 f"data {self.data!r} has no cases of {count} lines or more (files like 200_lines.jsonl, from "
                 "DachengLi1/LongChat): give fewer lines, or omit data to generate them"
             )
-        text = sizes[min(enough)].read_text(encoding="utf-8")
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
+        path = sizes[min(enough)]
+        try:
+            lines = path.read_text(encoding="utf-8").split("\n")
+            found = [read_case(json.loads(line), count) for line in lines if line.strip()]
+            if not found:
+                raise ValueError("no cases")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            raise UserError(
+                f"{path} is not in LongEval's layout ({error!r:.80}): download it again from DachengLi1/LongChat"
+            ) from error
+        return found
 
     def score(self, case: Case, text: str) -> dict[str, float]:
         """Return accuracy 1 if the number is correct: the last one (LongEval) or the first one
@@ -123,17 +138,23 @@ class Lines(QuestionTask):
         return {"accuracy": float(number == int(case.expected[0]))}
 
 
-def subset(shipped: dict[str, Any], count: int, rng: Random) -> tuple[dict[str, int], str]:
-    """Return `count` lines of a LongEval case in their order, including its target, and the
-    target's name."""
+def read_case(shipped: dict[str, Any], count: int) -> Shipped:
+    """Return the numbers by name of a LongEval case, which must have `count` lines, and its target's name."""
     pairs = {}
     for line in shipped["prompt"].splitlines():
         if line.startswith("line ") and ": REGISTER_CONTENT is <" in line:
             name, number = line.removeprefix("line ").split(": REGISTER_CONTENT is ")
             pairs[name] = int(number.strip("<> "))
     target = str(shipped["random_idx"][0])
-    others = rng.sample([name for name in pairs if name != target], count - 1)
-    kept = {target, *others}
+    if len(pairs) < count or target not in pairs:
+        raise ValueError(f"{len(pairs)} lines, the target is {target}")
+    return pairs, target
+
+
+def subset(shipped: Shipped, count: int, rng: Random) -> Shipped:
+    """Return `count` lines of a case in their order, including its target, and the target's name."""
+    pairs, target = shipped
+    kept = {target, *rng.sample([name for name in pairs if name != target], count - 1)}
     return {name: number for name, number in pairs.items() if name in kept}, target
 
 
