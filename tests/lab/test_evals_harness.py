@@ -18,6 +18,7 @@ from tersekv.lab.evals import records as recording
 from tersekv.lab.evals import runs
 from tersekv.lab.evals.harness import Harness
 from tersekv.lab.evals.haystack import read_text
+from tersekv.lab.evals.options import build
 from tersekv.lab.evals.products import expand
 from tersekv.lab.evals.records import FILE, Records
 from tersekv.lab.evals.tasks import Estimate, Task
@@ -186,6 +187,29 @@ def test_another_text_or_other_weights_are_read_again(tiny: str, tmp_path: Path)
 def test_wrong_recipes_are_refused_before_anything_runs(tiny: str) -> None:
     with pytest.raises(UserError, match="head dim"):
         Harness(*load(tiny), "tiny", ["kivi:bits=2", "int4"])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options", "said"),
+    [
+        ("snapkv+exact", {"pack": "during-prefill"}, "evicts tokens, .*: use pack=after-prompt, or"),
+        ("snapkv+exact", {"mode": "simulate"}, "evicts tokens, .*: use mode=cache, or"),
+        ("kivi", {"pack": "during-prefill"}, None),
+    ],
+)
+def test_unsuitable_recipes_are_refused_before_the_first_sample(
+    tiny: str, text: str, recipe: str, options: dict[str, str], said: str | None
+) -> None:
+    tasks = build(["divergence", "passkey"], {"text": text, "context": "64", "lengths": "512", **options})
+    run, seen = Harness(*load(tiny), "tiny", [recipe]), []
+
+    def stop(at: Any) -> None:
+        seen.append(at)
+        raise InterruptedError
+
+    with pytest.raises(UserError if said else InterruptedError, match=said):
+        run.run(tasks, progress=stop)
+    assert bool(seen) == (said is None)
 
 
 KILLED = """

@@ -251,5 +251,5 @@ def test_packing_during_prefill_reads_coded_tokens(loaded) -> None:
     assert later.any()
     answer = reader.answer(Prompt(TEXT, "Why?", chat=False), 2, pack="during-prefill")
     assert answer.prompt_tokens > 98
-    with pytest.raises(UserError, match="evicts tokens, which a simulation does not support"):
+    with pytest.raises(UserError, match=r"evicts tokens, .*: use pack=after-prompt, or the policy window"):
         Reader(model, tokenizer, "streaming+exact").answer(Prompt(TEXT, "Why?"), 2, pack="during-prefill")

@@ -39,6 +39,7 @@ class SimulatedCache(OnePassCache):
     """A cache for one call of a model, `model(ids, past_key_values=SimulatedCache(model.config, recipe))`.
 
     received: each layer's keys and values as the model made them, if `keep` is True.
+    instead: what takes recipes that a simulation does not, for the error message.
     losses: of errors in each layer's keys and values, see `observe`.
 
     Raises:
@@ -53,26 +54,21 @@ class SimulatedCache(OnePassCache):
         sinks: int = 0,
         calibration: Calibration | str | Path | None = None,
         keep: bool = False,
+        instead: str = "a CompressedCache",
     ) -> None:
         super().__init__(config, self._coded)
         self.keep = keep
         self.received: list[LayerTokens] = []
         recipe = Recipe.parse(recipe)
         self.plans = calibrated_plans(recipe, text_config(config), calibration)
-        if recipe.policy().drops:
-            raise UserError(
-                f"{recipe} evicts tokens, which a simulation does not support: use mode=cache, or the policy window"
-            )
-        if recipe.policy().observes:
-            raise UserError(
-                f"{recipe} codes tokens at several rates, which a simulation does not support: use mode=cache, or the "
-                "policy window"
-            )
-        if recipe.policy().corrected_share:
-            raise UserError(
-                f"{recipe} corrects the softmax bias of packed tokens, which a simulation does not support: use "
-                "mode=cache, or bias_correction=off"
-            )
+        policy = recipe.policy()
+        for applies, does, other in (
+            (policy.drops, "evicts tokens", "the policy window"),
+            (policy.observes, "codes tokens at several rates", "the policy window"),
+            (policy.corrected_share, "corrects the softmax bias of packed tokens", "bias_correction=off"),
+        ):
+            if applies:
+                raise UserError(f"{recipe} {does}, which a simulation does not support: use {instead}, or {other}")
         self.sinks = sinks
         self.losses: dict[int, tuple[TokenLoss | None, TokenLoss | None]] = {}
         self._windows = [kind.window for kind in attention_layers(text_config(config))]

@@ -95,6 +95,11 @@ class QuestionTask(Task):
     def score(self, case: Case, text: str) -> dict[str, float]:
         """Return the metrics of an answer, including `accuracy`."""
 
+    def check(self, reader: Reader) -> None:
+        """Check that pack=during-prefill takes the recipe and the model."""
+        if self.pack == "during-prefill":
+            reader.check_coded()
+
     def instances(self, reader: Reader) -> Sequence[Sample]:
         """Return all cases.
 

@@ -89,8 +89,14 @@ class Harness:
         """Score every sample of every task with every recipe, and return a summary of each task and recipe.
 
         records: what it holds already is not run again; without it nothing is kept. progress: called before each score.
+
+        Raises:
+            UserError: a task does not take one of the recipes, or cannot make its samples.
         """
         records = Records() if records is None else records
+        for task in tasks.values():
+            for reader in self.readers:
+                task.check(reader)
         samples = {name: task.instances(self.full) for name, task in tasks.items()}
         total = sum(map(len, samples.values())) * len(self.readers)
         done = 0

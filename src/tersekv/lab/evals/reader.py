@@ -136,8 +136,7 @@ class Reader:
         if self._cache_recipe is None:
             return self._full_pass(ids)
         ids = ids.to(self.model.device)
-        cache = SimulatedCache(self.model.config, self._cache_recipe, sinks, self._calibration)
-        cache.observe(self.model, ids)
+        cache = self._simulated(sinks).observe(self.model, ids)
         logits = self.model(input_ids=ids, use_cache=True, **cache_argument(self.model, cache)).logits[0]
         return logits, cache.footprint()
 
@@ -172,6 +171,30 @@ class Reader:
             return nullcontext()
         return compress(self.model, self._cache_recipe, self._calibration)
 
+    def check_simulated(self, instead: str) -> None:
+        """Check that `simulate` takes the recipe. instead: the option that takes every recipe.
+
+        Raises:
+            UserError: the recipe evicts tokens, codes them at several rates, or corrects the softmax bias.
+        """
+        if self._cache_recipe is not None:
+            self._simulated(instead=instead)
+
+    def check_coded(self) -> None:
+        """Check that `read_coded` takes the recipe and the model.
+
+        Raises:
+            UserError: as of `check_simulated`, or the model's state is more than keys and values.
+        """
+        self.check_simulated("pack=after-prompt")
+        if self._cache_recipe is not None and self._prefill is None:
+            raise UserError(
+                "pack=during-prefill needs a model whose whole state is keys and values: use pack=after-prompt"
+            )
+
+    def _simulated(self, sinks: int = 0, **more: Any) -> SimulatedCache:
+        return SimulatedCache(self.model.config, self.recipe, sinks, self._calibration, **more)
+
     def read_context(self, ids: Tensor) -> Any:
         """Return a packed cache that holds ids [1, T], or an empty cache if T is 0.
 
@@ -194,14 +217,11 @@ class Reader:
         """Return the same as `read_prompt`, with a prompt whose own attention reads coded tokens.
 
         Raises:
-            UserError: the recipe evicts tokens, or the model's state is more than keys and values.
+            UserError: the recipe or the model is not suitable (`check_coded`).
         """
-        cache, recipe = self._new_cache(), Recipe.parse(self.recipe)
-        if self._prefill is None:
-            raise UserError(
-                "pack=during-prefill needs a model whose whole state is keys and values: use pack=after-prompt"
-            )
-        simulated = SimulatedCache(self.model.config, recipe, recipe.policy().sinks, self._calibration, keep=True)
+        self.check_coded()
+        cache = self._new_cache()
+        simulated = self._simulated(Recipe.parse(self.recipe).policy().sinks, keep=True)
         simulated.observe(self.model, ids)
         # forward itself, because the hook of `compress` warns of a cache that is not compressed
         given = cache_argument(self.model, simulated)

@@ -79,6 +79,11 @@ class WindowTask(Task):
         first = f"{self.prefix:,} packed at once, the others scored " if self.prefix else ""
         return f"{read}, {first}{self.chunk} tokens at a time through the real cache (mode=cache)"
 
+    def check(self, reader: Reader) -> None:
+        """Check that mode=simulate takes the recipe."""
+        if self.mode == "simulate":
+            reader.check_simulated("mode=cache")
+
     def instances(self, reader: Reader) -> Sequence[Sample]:
         """Return the first windows of the text. `data` is ids [1, context], and the id contains a
         hash of them."""

@@ -77,6 +77,13 @@ class Task(ABC):
         said = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         return ", ".join(f"{name} {value}" for name, value in said.items() if value not in ("", None))
 
+    def check(self, reader: Reader) -> None:  # noqa: B027  # most tasks take every recipe
+        """Check that the task's options allow the reader's recipe and model.
+
+        Raises:
+            UserError: they do not; the message names the option.
+        """
+
     @abstractmethod
     def instances(self, reader: Reader) -> Sequence[Sample]:
         """Make the samples with the reader's tokenizer. They fit its context and depend on the seed
