@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tersekv import UserError
+from tersekv import UserError, __version__
 from tersekv.calibration.text import pydoc_text
 from tersekv.lab.evals import records as recording
 from tersekv.lab.evals import runs
@@ -23,6 +24,7 @@ from tersekv.lab.evals.products import expand
 from tersekv.lab.evals.records import FILE, Records
 from tersekv.lab.evals.tasks import Estimate, Task
 from tersekv.lab.evals.tasks.divergence import Divergence
+from tersekv.lab.evals.tasks.lines import Lines
 from tersekv.lab.evals.tasks.needle import Needle
 from tersekv.lab.evals.tasks.perplexity import Perplexity
 from tersekv.lab.plots.groups import grouped
@@ -182,6 +184,46 @@ def test_another_text_or_other_weights_are_read_again(tiny: str, tmp_path: Path)
     assert seen == [2, 2, 4, 6]
     (before, after) = grouped(lines(tmp_path))
     assert [s.samples for s in before.summaries + after.summaries] == [1] * 4
+
+
+def test_another_chat_template_is_read_again(tiny: str, tmp_path: Path) -> None:
+    """Also if the text of the sample is the same, and its records are not compared."""
+    model, tokenizer = load(tiny)
+
+    def run() -> list[dict[str, Any]]:
+        with Records(tmp_path) as records:
+            Harness(model, tokenizer, "tiny", ["kivi:bits=2"]).run({"lines": Lines(samples=1, lines="3")}, records)
+        return lines(tmp_path)
+
+    first = run()
+    tokenizer.chat_template = "Be brief. " + tokenizer.chat_template
+    made = run()
+    assert [r["given"] == made[0]["given"] for r in made] == [True, True, False, False]
+    assert len({r["content"] for r in made}) == 1
+    for with_full, packed in ((first[0], first[1]), (first[0], made[3])):
+        (group,) = grouped([with_full, packed])
+        assert ("kivi:bits=2" in group.records) == (packed is first[1])
+
+
+def test_records_of_other_versions_are_named(
+    harness: Harness, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run() -> int:
+        caplog.clear()
+        with Records(tmp_path) as records:
+            harness.run({"needle": Needle(**SHORT)}, records)
+        return len(lines(tmp_path))
+
+    assert (run(), run(), caplog.messages) == (3, 3, [])
+    whole = (tmp_path / FILE).read_text()
+    (tmp_path / FILE).write_text(whole.replace(f'"tersekv": "{__version__}"', '"tersekv": "0.0.9"'))
+    assert run() == 3
+    (said,) = caplog.messages
+    assert f"holds 3 results of tersekv 0.0.9, which this run of tersekv {__version__} uses: give another" in said
+    (tmp_path / FILE).write_text(re.sub('"given": "[^"]*", ', "", whole, count=1))
+    assert run() == 3
+    (said,) = caplog.messages
+    assert f"holds 1 result of tersekv {__version__} without a hash of the tokens read, which" in said
 
 
 def test_wrong_recipes_are_refused_before_anything_runs(tiny: str) -> None:

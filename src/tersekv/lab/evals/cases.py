@@ -106,6 +106,8 @@ class QuestionTask(Task):
         Raises:
             UserError: a case exceeds the model's context, or data or options are invalid.
         """
+        from tersekv.lab.evals.tokenise import digest  # imports torch, which listing tasks does without
+
         made = []
         for case in self.cases(reader):
             tokens = case.tokens(reader)
@@ -115,7 +117,9 @@ class QuestionTask(Task):
                     f"{reader.context_tokens:,}: give a shorter length"
                 )
             content = repr((case.prompt, case.expected)).encode()
-            made.append(Sample(case.id, case, hashlib.sha256(content).hexdigest()[:16]))
+            limits = case.new_tokens, case.min_new_tokens, case.stop
+            given = digest(reader.tokenizer, case.prompt, case.gold, *limits)
+            made.append(Sample(case.id, case, hashlib.sha256(content).hexdigest()[:16], given))
         return made
 
     def evaluate(self, sample: Sample, reader: Reader, full: Reader) -> Result:

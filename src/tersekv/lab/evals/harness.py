@@ -98,6 +98,10 @@ class Harness:
             for reader in self.readers:
                 task.check(reader)
         samples = {name: task.instances(self.full) for name, task in tasks.items()}
+        records.warn_of_others(
+            self._asked(name, task, sample, reader)
+            for name, task in tasks.items() for sample in samples[name] for reader in self.readers
+        )  # fmt: skip
         total = sum(map(len, samples.values())) * len(self.readers)
         done = 0
         summaries = []
@@ -132,7 +136,7 @@ class Harness:
             "model": self.model_name,
             "seed": getattr(task, "seed", 0),
             "weights": self._weights,
-            **({"content": sample.content} if sample.content else {}),
+            **{name: value for name in ("content", "given") if (value := getattr(sample, name))},
             **({"calibration": calibration["digest"]} if calibration else {}),
         }
 

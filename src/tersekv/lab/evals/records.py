@@ -9,9 +9,11 @@ ones. An incomplete last line, which a killed run may leave, is dropped, but not
 from __future__ import annotations
 
 import json
+import logging
 import math
 import platform
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -22,15 +24,18 @@ from tersekv.lab.evals import runs
 from tersekv.lab.evals.tasks.base import Result
 from tersekv.versions import package_version
 
+log = logging.getLogger(__name__)
+
 FILE = "records.jsonl"
 KEY = ("task", "options", "sample", "recipe", "model", "seed")
 SHARED = ("task", "options", "model", "weights", "seed", "versions")
 """Fields of the header, besides those of the run."""
 COUNTS = ("windows", "samples")
 """Options that only set the number of samples and do not affect any one of them."""
-OF_CONTENT = ("calibration", "content", "weights")
+GIVEN = "given"
+OF_CONTENT = ("calibration", "content", "weights", GIVEN)
 """Further fields of the request, which not all records have: hashes of the recipe's calibration, of the text that a
-sample reads and of the model's weights."""
+sample reads, of the model's weights and of the sample's token ids."""
 ADDED = {"pack": "before-question"}
 """Options that older records lack, with the value that they were made with."""
 Record = dict[str, Any]
@@ -116,8 +121,24 @@ class Records:
             self._file.close()
 
     def find(self, asked: Record) -> Record | None:
-        """Return the record with these fields of `KEY`, or None."""
-        return self._by_key.get(key_of(asked))
+        """Return the record with these fields of `KEY`, or None. Older records have no hash of token ids."""
+        found = self._by_key.get(key_of(asked))
+        return self._by_key.get(key_of(asked | {GIVEN: None})) if found is None else found
+
+    def warn_of_others(self, asked: Iterable[Record]) -> None:
+        """Warn of the records of these requests that another version made, or that do not tell their token ids."""
+        now, others = _maker(self._about | {"versions": versions()}), Counter[str]()
+        for one in asked:
+            found = self.find(one) or {}
+            unknown = " without a hash of the tokens read" if found.get(GIVEN) != one.get(GIVEN) else ""
+            if found and (unknown or _maker(found) != now):
+                others[_maker(found) + unknown] += 1
+        if others:
+            said = " and ".join(f"{count:,} result{'s' * (count > 1)} of {maker}" for maker, count in others.items())
+            log.warning(
+                f"{self.path} holds {said}, which this run of {now} uses: give another folder with --out to make them "
+                "again"
+            )
 
     def add(self, record: Record) -> Record:
         """Append a record, first to the file. Return it as a later run will read it."""
@@ -127,6 +148,12 @@ class Records:
             self._file.flush()
         self._header = runs.last_header(lines) or self._header
         return self._by_key.setdefault(key_of(record), (self._header or {}) | json.loads(lines[-1]))
+
+
+def _maker(record: Record) -> str:
+    """Return the version that made a record, and its commit if the header has one."""
+    version, commit = record.get("versions", {}).get("tersekv", "of unknown version"), record.get("commit")
+    return f"tersekv {version}" + (f" at {commit}" if commit else "")
 
 
 def read(path: Path) -> list[Record]:

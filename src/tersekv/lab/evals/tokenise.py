@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any, NamedTuple
 
 import torch
@@ -43,6 +44,13 @@ def split_ids(tokenizer: Any, prompt: Prompt, gold: str | None = None) -> SplitI
         cut = min(next(later, len(ids)), len(ids) - 1)
     tensor = torch.tensor([ids])
     return SplitIds(tensor[:, :cut], tensor[:, cut:], _gold_ids(tokenizer, text, ids, gold, plain) if gold else [])
+
+
+def digest(tokenizer: Any, prompt: Prompt, gold: str | None, *more: Any) -> str:
+    """Return a hash of all ids of `split_ids`, where they are split, and `more`."""
+    split = split_ids(tokenizer, prompt, gold)
+    given = (split.context.tolist(), split.rest.tolist(), split.gold, *more)
+    return hashlib.sha256(repr(given).encode()).hexdigest()[:16]
 
 
 def places_of(tokenizer: Any, prompt: Prompt, part: str) -> list[int]:

@@ -16,7 +16,7 @@ from tersekv.errors import UserError, hint
 from tersekv.lab.evals.harness import Summary, summarise
 from tersekv.lab.evals.options import written
 from tersekv.lab.evals.reader import FULL
-from tersekv.lab.evals.records import COUNTS, FILE, Record, key_of, of_each_sample, read
+from tersekv.lab.evals.records import COUNTS, FILE, GIVEN, Record, key_of, of_each_sample, read
 from tersekv.lab.evals.runs import expanded
 from tersekv.lab.evals.tasks import Task, tasks
 from tersekv.lab.plots.benchmarks import DRAWN_BY
@@ -159,8 +159,8 @@ def _group(members: Sequence[Record]) -> Group:
 
 
 def _same_text(record: Record, other: Record) -> bool:
-    """Return True if samples with one id read the same text, as far as the records tell."""
-    return record.get("content", other.get("content")) == other.get("content", record.get("content"))
+    """Return True if samples with one id read the same text and tokens, as far as the records tell."""
+    return all(record.get(x, other.get(x)) == other.get(x, record.get(x)) for x in ("content", GIVEN))
 
 
 def _refuse_benchmarks(path: Path) -> None:

@@ -25,11 +25,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Sample:
     """One sample. id: the same in every run with equal options. data: input of the task's
-    `evaluate`. content: hash of the text in it, if the id has none."""
+    `evaluate`. content: hash of the text in it, if the id has none. given: hash of its token ids, which
+    depend on the chat template too."""
 
     id: str
     data: Any
     content: str | None = None
+    given: str | None = None
 
 
 @dataclass(frozen=True)
