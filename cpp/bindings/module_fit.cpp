@@ -96,22 +96,28 @@ void py_weighted_sums(nb::handle x, nb::handle weights, nb::handle total, nb::ha
                0.02 * elements * static_cast<double>(call.D), threads);
 }
 
-// weights and out float32 [rows, T], contiguous.
+template <class T>
+void relative(const T* from, int64_t n, double plain, T* to) {
+  double sum = 0;
+  for (int64_t t = 0; t < n; t++) sum += static_cast<double>(from[t]);
+  const double mean = sum / static_cast<double>(n);
+  const bool ordinary = mean > 0 && mean <= std::numeric_limits<T>::max();
+  const auto factor = static_cast<T>((1 - plain) / mean), share = static_cast<T>(plain);
+  for (int64_t t = 0; t < n; t++) to[t] = ordinary ? from[t] * factor + share : T{1};
+}
+
+// weights and out [rows, T], float32 or float64, contiguous.
 void py_relative_weights(nb::handle weights, double plain, nb::handle out) {
-  const Tensor x = tensor_of("weights", weights, kFloat32), to = tensor_of("out", out, kFloat32);
+  const Tensor x = tensor_of("weights", weights, kFloat32 | kFloat64), to = tensor_of("out", out, one(x.type));
   if (x.dims != 2) fail("weights: ", "expected [rows, T]");
   const int64_t rows = x.shape[0], T = x.shape[1];
   expect("", "weights", x, {{"rows", rows}, {"T", T}}, 0);
   expect("", "out", to, {{"rows", rows}, {"T", T}}, 0);
   for (int64_t row = 0; row < rows; row++) {
-    const float* from = x.as<float>() + row * T;
-    float* result = output<float>(to) + row * T;
-    double sum = 0;
-    for (int64_t t = 0; t < T; t++) sum += static_cast<double>(from[t]);
-    const double mean = sum / static_cast<double>(T);
-    const bool ordinary = mean > 0 && static_cast<float>(mean) <= std::numeric_limits<float>::max();
-    const auto factor = static_cast<float>((1 - plain) / mean), share = static_cast<float>(plain);
-    for (int64_t t = 0; t < T; t++) result[t] = ordinary ? from[t] * factor + share : 1.0f;
+    if (x.type == Type::f32)
+      relative(x.as<float>() + row * T, T, plain, output<float>(to) + row * T);
+    else
+      relative(x.as<double>() + row * T, T, plain, output<double>(to) + row * T);
   }
 }
 

@@ -70,4 +70,5 @@ def test_relative_weights():
     for given in (weights, weights[:, :, 3:40], weights[:, :, :0]):
         got, expected = fit.relative_weights(given, 0.3), weighted_sums.relative_weights.reference(given.double(), 0.3)
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)
+        torch.testing.assert_close(fit.relative_weights(given.double(), 0.3), expected, rtol=1e-12, atol=0)
     assert (fit.relative_weights(weights, 0.3)[0, 1:3] == 1).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,6 @@ from tersekv.cache.layer import LayerStore
 from tersekv.cache.parallel import HeadShard
 from tersekv.cache.segments import Observed
 from tersekv.codecs import Codec
-from tersekv.codecs.trellis import Trellis
 from tersekv.errors import CacheError, UserError
 from tersekv.kernels import backends
 from tersekv.policies.mixed import KEPT
@@ -100,9 +100,9 @@ def test_positions_take_one_bit_per_token():
 
 def test_the_basis_of_all_rates_is_inverted_once(monkeypatch: pytest.MonkeyPatch):
     """Also in later calls, and in a store that was restored."""
-    tokens, recipe, inverted = made(1, 1400), f"{OPTIONS}+{TRELLIS}", Trellis._inverse
-    calls: list[Trellis] = []
-    monkeypatch.setattr(Trellis, "_inverse", lambda self: calls.append(self) or inverted(self))
+    tokens, recipe, inverted = made(1, 1400), f"{OPTIONS}+{TRELLIS}", backends.search_arguments
+    calls: list[Any] = []
+    monkeypatch.setattr(backends, "search_arguments", lambda *of: calls.append(of) or inverted(*of))
     store = fed(recipe, tokens, [0, 700, 1400], rates=RATES)
     assert len(store.tiers) == 4
     assert len(calls) == 4  # of keys and values, in two calls

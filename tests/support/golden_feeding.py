@@ -215,7 +215,7 @@ class Feeder:
         if self.case.shares == "heads":
             self.cache.heads = self.shard
 
-    def shard(self, count: int) -> HeadShard:
+    def shard(self, count: int, layer: int) -> HeadShard:
         """Return this process's heads."""
         assert self.share is not None
         gather = self.share.gather

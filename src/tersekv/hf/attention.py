@@ -43,7 +43,7 @@ def attention_forward(
     """
     if (indices := kwargs.pop("indices", None)) is not None:
         attention_mask = _of_indices(attention_mask, indices)
-    if _are_repeated(query, key, value, kwargs):
+    if isinstance(key, PendingTokens) and key.copies > 1 and _are_repeated(query, key, value, kwargs):
         return _repeated(module, query, key.pending, attention_mask, dropout, scaling, **kwargs)
     are_handles = isinstance(key, (NewTokens, PendingTokens))
     up = UpProjection.of(module, query.device) if are_handles and hasattr(type(module), EXPAND) else None
@@ -104,9 +104,9 @@ def attention_forward(
     return (out if up is None or reading.expand is not None else up.output(out)), weights
 
 
-def _are_repeated(query: Tensor, key: Any, value: Any, kwargs: dict[str, Any]) -> bool:
+def _are_repeated(query: Tensor, key: PendingTokens, value: Any, kwargs: dict[str, Any]) -> bool:
     """True if the heads of both handles are repeated to those of the queries, and the call depends on no head."""
-    if not isinstance(key, PendingTokens) or key.copies == 1 or _untouched(key, value) is None:
+    if _untouched(key, value) is None:
         return False
     alike = key.copies == value.copies and query.shape[1] == key.shape[1]
     return alike and kwargs.get("s_aux") is None and kwargs.get("position_bias") is None
