@@ -105,11 +105,10 @@ def observed_loss(
     whole: return the metric of keys [B, Hkv, D, D], not only its diagonal [B, Hkv, D].
     """
     keys, values, q = keys.detach(), values.detach(), call.query.shape[2]
-    (B, H, T, D), past = keys.shape, keys.shape[2] - q
-    at = _observed_positions(q)
-    sums = keys.new_empty(0, dtype=torch.float32)
-    of_keys, of_values = sums.new_zeros((B, H, T)), sums.new_zeros((B, H, T))
-    metric = sums.new_zeros((B, H, D, D) if whole else (B, H, D))
+    H, T = keys.shape[1:3]
+    past = T - q
+    at = _positions(q)
+    sums: list[Tensor] = []
     for tile in at.split(max(TILE, MOST_WEIGHTS // (call.query[:, :, 0, 0].numel() * T))):
         query = grouped(call.query[:, :, tile], H)
         sinks = (
@@ -122,15 +121,15 @@ def observed_loss(
         else:
             mask = call.mask[:, tile]
         found = backends.observed_loss(query, keys, values, mask, coded, call.scaling, call.softcap, sinks)
-        of_keys += found[0]
-        of_values += found[1]
         share = found[2].unsqueeze(-1)
-        metric += (share * query).mT @ query if whole else (share * query.square()).sum(2)
-    return TokenLoss(of_keys, call.scaling**2 * metric), TokenLoss(of_values)
+        metric = (share * query).mT @ query if whole else (share * query.square()).sum(2)
+        new = [found[0], found[1], metric]
+        sums = [a.add_(b) for a, b in zip(sums, new, strict=True)] if sums else new
+    return TokenLoss(sums[0], call.scaling**2 * sums[2]), TokenLoss(sums[1])
 
 
 @cached_table
-def _observed_positions(queries: int) -> Tensor:
+def _positions(queries: int) -> Tensor:
     """Return the positions of the queries that are observed, int64 on the CPU, to wait for no device."""
     return torch.linspace(queries // 2, queries - 1, min(QUERIES, queries - queries // 2)).long()
 
