@@ -96,14 +96,15 @@ void py_weighted_sums(nb::handle x, nb::handle weights, nb::handle total, nb::ha
                0.02 * elements * static_cast<double>(call.D), threads);
 }
 
+// In double: the factor of tiny weights is beyond float32.
 template <class T>
 void relative(const T* from, int64_t n, double plain, T* to) {
   double sum = 0;
   for (int64_t t = 0; t < n; t++) sum += static_cast<double>(from[t]);
   const double mean = sum / static_cast<double>(n);
-  const bool ordinary = mean > 0 && mean <= std::numeric_limits<T>::max();
-  const auto factor = static_cast<T>((1 - plain) / mean), share = static_cast<T>(plain);
-  for (int64_t t = 0; t < n; t++) to[t] = ordinary ? from[t] * factor + share : T{1};
+  const bool ordinary = mean > 0 && mean <= std::numeric_limits<double>::max();
+  for (int64_t t = 0; t < n; t++)
+    to[t] = ordinary ? static_cast<T>(static_cast<double>(from[t]) / mean * (1 - plain) + plain) : T{1};
 }
 
 // weights and out [rows, T], float32 or float64, contiguous.

@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers as tf
 from transformers import AttentionInterface, DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tersekv
 from conftest import LOSSLESS, MODELS, SHAPE, prompt
@@ -327,6 +328,29 @@ def test_heads_that_the_model_repeats_are_read_packed(recipe):
     with warnings.catch_warnings(), tersekv.compress(model, recipe):
         warnings.simplefilter("error", UserWarning)  # nothing is decoded
         assert model.generate(ids, **GREEDY).shape == (1, 320)
+
+
+def test_heads_that_are_repeated_in_part_are_decoded(monkeypatch):
+    """As by a model's own code that repeats them twice and leaves the rest to attention."""
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 16}
+    model, interface = (
+        tf.LlamaForCausalLM(tf.LlamaConfig(**SHAPE | heads)).eval(),
+        ALL_ATTENTION_FUNCTIONS.get_interface,
+    )
+    of = SimpleNamespace(num_key_value_groups=2, training=False, is_causal=True)
+
+    def repeating(*names):
+        def forward(module, query, key, value, *args, **kwargs):
+            return interface(*names)(of, query, key.repeat(1, 2, 1, 1), value.repeat(1, 2, 1, 1), *args, **kwargs)
+
+        return forward
+
+    monkeypatch.setattr(ALL_ATTENTION_FUNCTIONS, "get_interface", repeating)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, got = pair(model, prompt(200))
+    assert got.tolist() == expected.tolist()
 
 
 @pytest.mark.parametrize("recipe", ["uniform:bits=8,axis=channel,group=0", "qjl", "kivi:bits=2"])

@@ -67,6 +67,8 @@ def test_relative_weights():
     weights = torch.rand(2, 4, 100, generator=torch.Generator().manual_seed(0))
     weights[0, 1], weights[0, 2, 5], weights[0, 3] = 0, torch.nan, 3e38
     weights[1, 0, 7] = torch.inf
+    weights[1, 1] *= 1e-40  # as of a head whose weight lies on a sink
+    weights[1, 2, 0] = 0
     for given in (weights, weights[:, :, 3:40], weights[:, :, :0]):
         got, expected = fit.relative_weights(given, 0.3), weighted_sums.relative_weights.reference(given.double(), 0.3)
         torch.testing.assert_close(got.double(), expected, rtol=1e-5, atol=0)

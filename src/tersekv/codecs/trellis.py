@@ -230,7 +230,8 @@ class Trellis(Codec):
             for (codec, moments), of in zip(parts, forms, strict=True)
         }
         if len(kinds) > 1:
-            return [fitted for part in parts for fitted in cls.fit_all([part])]
+            fits = (codec._fitted(moments.vectors, *of) for (codec, moments), of in zip(parts, forms, strict=True))
+            return [dataclasses.replace(codec, fitted=fitted) for (codec, _), fitted in zip(parts, fits, strict=True)]
         fitted = first._fitted(parts[0][1].vectors, *(concatenated(of, 1) for of in zip(*forms, strict=True)))
         each = zip(*(t.chunk(len(parts), 1) for t in fitted.values()), strict=True)
         return [

@@ -54,7 +54,7 @@ def attention_forward(
     wants_weights = kwargs.get("output_attentions")
     # position biases are only supported on decoded tokens
     pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
-    if pending is None:
+    if pending is None or key.copies > 1 or value.copies > 1:
         key, value = opened((key, value))
         if up is not None:
             key, value = module.expand_kv(key, value)

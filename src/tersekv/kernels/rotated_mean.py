@@ -25,14 +25,16 @@ def rotated_sums(x: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fake_without(x: Tensor, mean: Tensor, across: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
+    return x.new_empty(x.shape, dtype=torch.promote_types(x.dtype, torch.float32))
 
 
 @operator("(Tensor x, Tensor mean, Tensor across, Tensor cos, Tensor sin) -> Tensor", _fake_without)
 def without_rotated_mean(x: Tensor, mean: Tensor, across: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return x − mean·cos − across·sin, float32 [B, H, T, D].
+    """Return x − mean·cos − across·sin, float32 [B, H, T, D], or float64 of such x.
 
     Args:
         x: float [B, H, T, D]. mean, across: float32 [1 or B, H, 1, D].
     """
-    return x - torch.mul(mean, cos).addcmul_(across, sin)
+    rotated = torch.mul(mean, cos).addcmul_(across, sin)
+    in_place = rotated.shape == x.shape and not x.requires_grad  # so that only one copy is held
+    return torch.sub(x, rotated, out=rotated) if in_place and x.dtype != torch.float64 else x - rotated

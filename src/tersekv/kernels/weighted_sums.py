@@ -43,5 +43,6 @@ def relative_weights(weights: Tensor, plain: float) -> Tensor:
         weights: not negative. Where all are 0, or their mean is not finite, all become 1.
         plain: the share.
     """
-    mean = weights.mean(-1, keepdim=True)
-    return torch.where((mean > 0) & (mean < torch.inf), weights / mean * (1 - plain) + plain, 1.0)
+    mean = weights.mean(-1, keepdim=True, dtype=torch.float64)
+    relative = weights / mean * (1 - plain) + plain
+    return torch.where((mean > 0) & (mean < torch.inf), relative, 1.0).to(weights.dtype)
