@@ -122,8 +122,7 @@ def observed_loss(
             mask = call.mask[:, tile]
         found = backends.observed_loss(query, keys, values, mask, coded, call.scaling, call.softcap, sinks)
         share = found[2].unsqueeze(-1)
-        metric = (share * query).mT @ query if whole else (share * query.square()).sum(2)
-        new = [found[0], found[1], metric]
+        new = [*found[:2], (share * query).mT @ query if whole else (share * query.square()).sum(2)]
         sums = [a.add_(b) for a, b in zip(sums, new, strict=True)] if sums else new
     return TokenLoss(sums[0], call.scaling**2 * sums[2]), TokenLoss(sums[1])
 

@@ -99,21 +99,15 @@ def fitted_sides(sides: Sequence[ToFit], heads: HeadShard | None = None) -> list
 
     heads: this process's heads under tensor parallelism, or None.
     """
-    codecs: list[Codec] = []
-    sums: dict[int, tuple[Codec, Moments]] = {}
-    for side in sides:
-        if side.codec.needs_fit == "prompt" and side.codec.observes and side.loss is not None:
-            sums[len(codecs)] = _moments(side)
-        codecs.append(side.codec if len(codecs) in sums else _fitted_to_tokens(side, heads))
-    if heads is not None:
-        found = [heads.fit_moments(codec, moments) for codec, moments in sums.values()]
-    elif len({type(codec) for codec, _ in sums.values()}) == 1:
-        found = type(codecs[next(iter(sums))]).fit_all(list(sums.values()))
+    observing = [side.codec.needs_fit == "prompt" and side.codec.observes and side.loss is not None for side in sides]
+    sums = [_moments(side) for side, observes in zip(sides, observing, strict=True) if observes]
+    kinds = {type(codec) for codec, _ in sums}
+    if heads is None and len(kinds) == 1:
+        found = iter(kinds.pop().fit_all(sums))
     else:
-        found = [codec.fit_moments(moments) for codec, moments in sums.values()]
-    for i, codec in zip(sums, found, strict=True):
-        codecs[i] = codec
-    return codecs
+        found = (codec.fit_moments(of) if heads is None else heads.fit_moments(codec, of) for codec, of in sums)
+    both = zip(sides, observing, strict=True)
+    return [next(found) if observes else _fitted_to_tokens(side, heads) for side, observes in both]
 
 
 def _fitted_to_tokens(side: ToFit, heads: HeadShard | None) -> Codec:

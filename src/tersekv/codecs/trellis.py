@@ -265,12 +265,9 @@ class Trellis(Codec):
         else:
             basis = self._fixed_basis(D, covariance.device).double().expand_as(covariance)
             variance, weight = within(covariance, basis), within(metric, basis)
-        total, factor = (
-            math.ceil(self.bits * D / WORD_BITS) * WORD_BITS,
-            HEADROOM if self.calibration == "prompt" else 1,
-        )
-        of_code = falls(SQUARED_ERROR[self.code])
-        return fitted | backends.fitted_components(variance, weight, of_code, total, factor)._asdict()
+        total, error = math.ceil(self.bits * D / WORD_BITS) * WORD_BITS, SQUARED_ERROR[self.code]
+        factor = HEADROOM if self.calibration == "prompt" else 1
+        return fitted | backends.fitted_components(variance, weight, falls(error), total, factor)._asdict()
 
     @classmethod
     def share_across_layers(cls, codecs: Sequence[Codec]) -> list[Codec]:

@@ -54,7 +54,7 @@ def attention_forward(
     wants_weights = kwargs.get("output_attentions")
     # position biases are only supported on decoded tokens
     pending = _untouched(key, value) if kwargs.get("position_bias") is None else None
-    if pending is None or key.copies > 1 or value.copies > 1:
+    if pending is None:
         key, value = opened((key, value))
         if up is not None:
             key, value = module.expand_kv(key, value)
@@ -106,9 +106,7 @@ def attention_forward(
 
 def _are_repeated(query: Tensor, key: PendingTokens, value: Any, kwargs: dict[str, Any]) -> bool:
     """True if the heads of both handles are repeated to those of the queries, and the call depends on no head."""
-    if _untouched(key, value) is None:
-        return False
-    alike = key.copies == value.copies and query.shape[1] == key.shape[1]
+    alike = _untouched(key, value, key.copies) is not None and query.shape[1] == key.shape[1]
     return alike and kwargs.get("s_aux") is None and kwargs.get("position_bias") is None
 
 
@@ -244,11 +242,11 @@ def _unchanging(x: Tensor) -> Tensor:
     return x if x.requires_grad else x.clone()
 
 
-def _untouched(key: Any, value: Any) -> Pending | None:
-    """Return the pending tokens if both arguments are handles that are not committed yet, else
-    None."""
+def _untouched(key: Any, value: Any, copies: int = 1) -> Pending | None:
+    """Return the pending tokens if both arguments are handles with so many copies of the heads that are not committed
+    yet, else None."""
     if isinstance(key, PendingTokens) and isinstance(value, PendingTokens) and not key.pending.committed:
-        return key.pending
+        return key.pending if key.copies == value.copies == copies else None
     return None
 
 

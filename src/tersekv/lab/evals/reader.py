@@ -186,11 +186,15 @@ class Reader:
         Raises:
             UserError: as of `check_simulated`, or the model's state is more than keys and values.
         """
-        self.check_simulated("pack=after-prompt")
-        if self._cache_recipe is not None and self._prefill is None:
+        if self._cache_recipe is not None:
+            self._coded()
+
+    def _coded(self, sinks: int = 0) -> SimulatedCache:
+        if self._prefill is None:
             raise UserError(
                 "pack=during-prefill needs a model whose whole state is keys and values: use pack=after-prompt"
             )
+        return self._simulated(sinks, keep=True, instead="pack=after-prompt")
 
     def _simulated(self, sinks: int = 0, **more: Any) -> SimulatedCache:
         return SimulatedCache(self.model.config, self.recipe, sinks, self._calibration, **more)
@@ -219,9 +223,8 @@ class Reader:
         Raises:
             UserError: the recipe or the model is not suitable (`check_coded`).
         """
-        self.check_coded()
+        simulated = self._coded(Recipe.parse(self.recipe).policy().sinks)
         cache = self._new_cache()
-        simulated = self._simulated(Recipe.parse(self.recipe).policy().sinks, keep=True)
         simulated.observe(self.model, ids)
         # forward itself, because the hook of `compress` warns of a cache that is not compressed
         given = cache_argument(self.model, simulated)

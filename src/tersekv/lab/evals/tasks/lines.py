@@ -105,7 +105,7 @@ class Lines(QuestionTask):
         The list is empty if `data` has word lists or is not given.
 
         Raises:
-            UserError: there is no such file, or it is in another layout.
+            UserError: no file has that many lines, or the file is not in LongEval's layout.
         """
         if not self.data or any((Path(self.data) / file).exists() for file in FILES):
             return []
