@@ -15,11 +15,10 @@ from tersekv.attention.spread import importance_and_spread
 from tersekv.cache.layer import LayerStore
 from tersekv.calibration.attention_spread import measure
 from tersekv.errors import CacheError, UserError
-from tersekv.hf.allotment import USUAL
 from tersekv.models.config import cache_shape
 from tersekv.recipe import Recipe
 from tersekv.sizes.estimate import predict
-from tersekv.sizes.rate_allotment import LEAST_ON_PROMPT, allotted
+from tersekv.sizes.rate_allotment import LEAST_ON_PROMPT, USUAL, allotted
 from test_interrupted import interrupted
 from test_rate_allotment import has_rates
 from test_saved import goes_on_alike, read, singles

@@ -13,7 +13,7 @@ import transformers as tf
 
 import tersekv
 from conftest import LOSSLESS, MODELS, SHAPE, prompt
-from tersekv.cache import packing
+from tersekv.cache import together
 from tersekv.cache.blocks import BlockBuffer
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.progress import Progress
@@ -130,12 +130,28 @@ def test_generate_reports_it_too(llama):
     assert got.tolist() == llama.generate(first, max_new_tokens=20, do_sample=False).tolist()
 
 
-def test_a_sliding_window_without_rollback(models):
+@pytest.mark.parametrize("recipe", ["kivi:bits=4", "default", LOSSLESS])
+def test_tokens_that_wait_can_be_removed(models, recipe):
+    """Layers wait for each other to pack a chunk together, so one that was interrupted has packed nothing."""
+    model, ids = models["mistral"], prompt(700)
+    with tersekv.compress(model, recipe), torch.no_grad():
+        cache, other = (tersekv.CompressedCache(model.config, recipe) for _ in range(2))
+        for each in (cache, other):
+            model(ids[:, :300], past_key_values=each)
+        with interrupted(model.model.layers[2], KeyboardInterrupt()):
+            model(prompt(400, seed=1), past_key_values=cache)
+        cache.crop(-400)
+        got, expected = (model(ids[:, 300:], past_key_values=each).logits for each in (cache, other))
+    assert torch.equal(got, expected)
+
+
+def test_a_sliding_window_without_rollback(models, monkeypatch):
     """The chunk exceeds the tokens that a window keeps for rollback. The advice is to start again.
 
     A failed crop changes nothing.
     """
     model = models["mistral"]
+    monkeypatch.setattr("tersekv.hf.waiting.TOGETHER", 0)
     with tersekv.compress(model, LOSSLESS), torch.no_grad():
         cache = tersekv.CompressedCache(model.config, LOSSLESS)
         model(prompt(300), past_key_values=cache)
@@ -192,7 +208,7 @@ def test_interrupted_inside_a_layer(llama, monkeypatch, part):
     """While tokens are only prepared nothing has changed. Between keys and values a rollback is
     impossible."""
     ids, calls = prompt(300), []
-    owner, error = (packing, MemoryError()) if part == "encoded_side" else (BlockBuffer, KeyboardInterrupt())
+    owner, error = (together, MemoryError()) if part == "encoded_side" else (BlockBuffer, KeyboardInterrupt())
     real = getattr(owner, part)
 
     def stop(*args):

@@ -417,7 +417,7 @@ def test_reset_offload_prefetch(llama, monkeypatch):
 
 
 def test_prefill_keeps_one_layer_exact_at_a_time(llama):
-    """After a layer has attended, its exact keys are freed."""
+    """After a layer has attended, its exact keys are freed, but for those of short prompts, which wait."""
     alive: list[weakref.ref] = []
     most = []
 
@@ -434,6 +434,7 @@ def test_prefill_keeps_one_layer_exact_at_a_time(llama):
     try:
         with pytest.MonkeyPatch.context() as patch, tersekv.compress(llama, "kivi"), torch.no_grad():
             patch.setattr(CompressedLayer, "update", remember)
+            patch.setattr("tersekv.hf.waiting.TOGETHER", 400 * 2 * 32)  # elements of one layer
             llama(prompt(400), use_cache=True)
     finally:
         for hook in hooks:

@@ -28,16 +28,25 @@ Encoded = tuple[list[PackedTensors], Tensor | None]
 
 
 class Ahead(NamedTuple):
-    """Tokens [B, H, n, D] from position `place` on, and the packed tensors that the codec has made of them."""
+    """Tokens [B, H, n, D] from position `place` on, and what will be packed of them.
 
-    codec: Codec
+    asked: the side's codec before it encoded them. codec: that one, perhaps fitted on them. planes: packed tensors,
+    part by part.
+    """
+
+    asked: Codec
     place: int
     tokens: Tensor
-    planes: PackedTensors
+    codec: Codec
+    planes: list[PackedTensors]
 
-    def is_of(self, codec: Codec, place: int, tokens: Tensor) -> bool:
+    def is_of(self, asked: Codec, place: int, tokens: Tensor) -> bool:
         """Return True if the codec would make the same of these tokens, which may be others after a crop."""
-        return self.codec is codec and self.place == place and torch.equal(self.tokens, tokens)
+        return (
+            self.asked is asked
+            and self.place == place
+            and (self.tokens.is_set_to(tokens) or torch.equal(self.tokens, tokens))
+        )
 
 
 def side_learnt(side: PackedSide, place: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,15 +12,14 @@ from torch import Tensor
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.lost_variance import LostVariance
-from tersekv.cache.packed_side import Ahead, Encoded, PackedSide
+from tersekv.cache.packed_side import Ahead, Encoded
 from tersekv.cache.pages import blank
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.ranked_tokens import OfTier
 from tersekv.cache.slots import in_turn
 from tersekv.codecs import Codec
-from tersekv.errors import UserError
 from tersekv.layouts.base import PackedTensors
-from tersekv.tensors import gathered, joined, plain
+from tersekv.tensors import gathered, joined
 from tersekv.transforms.moments import TokenLoss
 
 if TYPE_CHECKING:
@@ -67,12 +66,42 @@ def encoded_sides(
     Raises:
         UserError: a scale is too large for its dtype.
     """
-    codecs = [side.codec for side in store.sides]
+    ahead = [_ahead(store, i, old[i], new[i], call) for i in range(len(store.sides))]
+    codecs = [side.codec if of is None else of.codec for side, of in zip(store.sides, ahead, strict=True)]
+    codecs = fitted_codecs(store, codecs, old, sinks, new, call, losses)
+    return [
+        encoded_side(store, i, codec, old[i], new[i], call) if of is None else [(codec, (of.planes, side.lost))]
+        for i, (side, codec, of) in enumerate(zip(store.sides, codecs, ahead, strict=True))
+    ]
+
+
+def fitted_codecs(
+    store: Store,
+    codecs: Sequence[Codec],
+    old: Sequence[Tensor],
+    sinks: Sequence[Tensor],
+    new: Sequence[Tensor],
+    call: Packing,
+    losses: Sequence[TokenLoss | None],
+) -> list[Codec]:
+    """Return the codecs of both sides, fitted where they need the prompt, see `encoded_sides`."""
+    made = list(codecs)
     missing = [i for i, codec in enumerate(codecs) if codec.needs_fit == "prompt" and not new[i].is_meta]
     to_fit = [_to_fit(store, i, old[i], sinks[i], new[i], call, losses[i]) for i in missing]
     for i, codec in zip(missing, coding.fitted_sides(to_fit, store.heads), strict=True):
-        codecs[i] = codec
-    return [encoded_side(store, i, codec, old[i], new[i], call) for i, codec in enumerate(codecs)]
+        made[i] = codec
+    return made
+
+
+def _ahead(store: Store, side: int, old: Tensor, x: Tensor, call: Packing) -> Ahead | None:
+    """Return what was encoded before for this call, and forget it."""
+    packed = store.sides[side]
+    ahead, packed.ahead = packed.ahead, None
+    if ahead is None:
+        return None
+    tokens = joined(old, x[:, :, : call.leave]) if call.leave > old.shape[2] > 0 else old if old.shape[2] else x
+    tokens = tokens[:, :, : call.leave]
+    return ahead if ahead.is_of(packed.codec, call.place, tokens) else None
 
 
 def encoded_side(
@@ -89,40 +118,10 @@ def encoded_side(
     log.debug("packing %d tokens with %s", call.leave, codecs[0].label)
     if call.tiers is not None:
         return list(zip(codecs, by_rate(store, side, codecs, joined(old, x), call, call.tiers), strict=True))
-    ahead, sides[0].ahead = sides[0].ahead, None
-    if ahead is not None and ahead.is_of(codecs[0], call.place, old[:, :, : call.leave]):
-        return [(codecs[0], ([ahead.planes], sides[0].lost))]
     processes = call.processes
     share = None if processes is None else lambda sums: sums.share(processes, x)
     parts = _consecutive(store, side, call.which, old, x, call)
     return [(codecs[0], sides[0].encoded(codecs[0], parts, store.heads, share))]
-
-
-@plain
-def encode_ahead(stores: Sequence[Store | None], n: int) -> None:
-    """Encode the tokens that leave the windows of several layers when each receives n more, many layers in one call.
-
-    A block of one layer has so few tokens that a call takes longer than its work. `encoded_side` uses what was encoded
-    if the layer then packs these tokens with this codec.
-    """
-    alike: dict[Any, list[tuple[PackedSide, Ahead, Tensor]]] = {}
-    for store in filter(None, stores):
-        leave, place = store.leaves(n), store.num_tokens - store.placement.tail
-        for number, side in enumerate(store.sides if leave else ()):
-            x = store.recent.data[number][:, :, :leave]
-            if not x.is_meta and 2 * x.numel() <= _most_together(x):
-                before = _inputs(store, number, side.codec, x, place)
-                ahead = Ahead(side.codec, place, x.clone(), {})
-                alike.setdefault((side.codec, x.device, x.shape), []).append((side, ahead, before))
-    for (codec, _, shape), parts in alike.items():
-        step = _most_together(parts[0][2]) // shape.numel()
-        for some in (parts[first : first + step] for first in range(0, len(parts), step)):
-            try:
-                made = codec.encode_all([(side.codec, slice(0, shape[1]), x) for side, _, x in some])
-            except UserError:  # the layer says why, when it packs them
-                continue
-            for (side, ahead, _), planes in zip(some, made, strict=True):
-                side.ahead = ahead._replace(planes=planes)
 
 
 class Piece(NamedTuple):
@@ -158,7 +157,7 @@ def by_rate(
         heads = slice(first, min(first + step, H))
         of = codecs if step >= H else [codec.of_heads(first, heads.stop - first) for codec in codecs]
         own = x[:, heads, :n]
-        before = _inputs(store, side, of[0], own, call.place)
+        before = inputs(store, side, of[0], own, call.place)
         for some in _together(store, own, counts, heads):
             parts = []
             for tier, which, start, stop in some:
@@ -176,7 +175,7 @@ def by_rate(
     return [([new], variance) for new, variance in zip(planes, lost, strict=True)]
 
 
-def _inputs(store: Store, side: int, codec: Codec, x: Tensor, place: int) -> Tensor:
+def inputs(store: Store, side: int, codec: Codec, x: Tensor, place: int) -> Tensor:
     """Return what the codecs of all tiers encode for tokens x [B, h, n, D] from `place` on, float32."""
     parts = coding.chunks(0, x.shape[2], store.flush_tokens, x)
     tokens = (with_angles(store, side, x[:, :, start:stop], place + start) for start, stop in parts)
@@ -189,7 +188,7 @@ def _together(store: Store, x: Tensor, counts: Sequence[Sequence[int]], heads: s
     Few tokens are encoded in one call, because each call takes longer than their search. x: tokens of these heads.
     counts: tokens of all heads in each tier.
     """
-    (B, _, _, D), most = x.shape, _most_together(x)
+    (B, _, _, D), most = x.shape, most_together(x)
     some: list[Piece] = []
     elements = 0
     for which in store.ranked[0].alike(counts, heads):
@@ -206,7 +205,7 @@ def _together(store: Store, x: Tensor, counts: Sequence[Sequence[int]], heads: s
         yield some
 
 
-def _most_together(x: Tensor) -> int:
+def most_together(x: Tensor) -> int:
     return coding.TOGETHER_ON_GPU if x.is_cuda else coding.TOGETHER
 
 
@@ -273,7 +272,7 @@ def _consecutive(
 ) -> Iterator[tuple[Tokens, Tensor | None]]:
     """Yield tokens of old and x in parts, and which of them count, see `PackedSide.encoded`."""
     n, place = old.shape[2], call.place
-    for start, stop in coding.chunks(which.start, which.stop, store.flush_tokens, x):
+    for start, stop in coding.chunks(which.start, which.stop, store.flush_tokens, x[:, : store.kv_heads]):
         new = x[:, :, max(0, start - n) : max(0, stop - n)]
         part = joined(old[:, :, start : min(stop, n)], new) if start < n else new
         yield with_angles(store, side, part, place + start), _shown(range(place + start, place + stop), call.hidden)
@@ -286,12 +285,13 @@ def _to_fit(
     codec = store.sides[side].codec
     log.debug("fitting %s to a prompt of %d tokens", codec.label, old.shape[2] + x.shape[2])
     x = torch.cat([old, x], dim=2) if old.shape[2] else x
-    sinks = torch.cat([store.sinks.data[side], sinks], dim=2)
+    held = store.sinks.data[side]
+    sinks = joined(held, sinks) if held.shape[2] else sinks
     place, stretches = call.place, coding.fit_stretches(x.shape[2])
     if loss is None and codec.observes:
         log.debug("no queries were observed: all tokens of the prompt have the same weight in the fit")
     elif loss is not None:  # few tokens may have most of the weight: none is left out
-        loss, stretches = loss.tokens(place), list(coding.chunks(0, x.shape[2], 1, x))
+        loss, stretches = loss.tokens(place), list(coding.chunks(0, x.shape[2], 1, x[:, : store.kv_heads]))
     rotary = None if side else store.rotary
     if call.hidden is not None:
         at = torch.arange(place, place + x.shape[2], device=x.device)

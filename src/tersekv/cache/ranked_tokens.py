@@ -72,7 +72,7 @@ class HeadRates:
 
     def users(self, tier: int) -> list[int]:
         """Return the heads that have tokens in a tier."""
-        return (self.tiers == tier).any(1).nonzero().flatten().tolist()
+        return [head for head, tiers in enumerate(self.tiers.tolist()) if tier in tiers]
 
 
 class OfTier(NamedTuple):

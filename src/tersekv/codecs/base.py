@@ -254,6 +254,18 @@ class Codec(ABC):
             layout.select_heads(made, end - x.shape[1], x.shape[1]) for end, (_, _, x) in zip(ends, parts, strict=True)
         ]
 
+    @property
+    def joins(self) -> bool:
+        """True if `joined` works on codecs like this one: it fits no tensors, or all of them have a head axis."""
+        return not self.fitted and self.fits_on is None
+
+    @classmethod
+    def joined(cls, codecs: Sequence[Any]) -> Any:
+        """Return one codec for the heads of all codecs, head after head. They have the same options."""
+        first = codecs[0]
+        fitted = {name: torch.cat([codec.fitted[name] for codec in codecs], dim=1) for name in first.fitted}
+        return dataclasses.replace(first, fitted=fitted) if fitted and len(codecs) > 1 else first
+
     @abstractmethod
     def view(self, planes: PackedTensors, head_dim: int) -> View:
         """Return the packed tensors as a view that attention reads."""

@@ -156,6 +156,8 @@ class Trellis(Codec):
         own = {name: t[:, first : first + count] for name, t in self.fitted.items()}
         return dataclasses.replace(self, fitted=own)
 
+    joins: ClassVar[bool] = True  # all fitted tensors have a head axis
+
     @functools.cached_property
     def _fitted_words(self) -> int:
         return int(self.fitted["bits"][0, 0].sum()) // WORD_BITS

@@ -6,8 +6,8 @@ from __future__ import annotations
 import warnings
 import weakref
 from abc import abstractmethod
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 from transformers.configuration_utils import PreTrainedConfig
@@ -22,12 +22,12 @@ from tersekv.hf.progress import CheckedCache
 from tersekv.models.config import AttentionShape, text_config
 from tersekv.models.fingerprint import architecture
 from tersekv.models.rope import Ropes
-from tersekv.recipe import LayerPlan, Recipe
+from tersekv.recipe import LayerPlan, Recipe, written
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-    from tersekv.hf.allotment import Allotment
+    from tersekv.hf.waiting import Waiting
 
 ATTENTION_NAME = "tersekv"
 
@@ -42,7 +42,7 @@ class ModelCache(CheckedCache):
     reads_twice: True if a policy ranks tokens by a second reading of the prompt, and the model's RoPE
         does not depend on the length.
     stored_kl: KL divergence in nats of the storage file that the tokens were loaded from, if it was measured.
-    allotment: calls that wait until the rates of layers are chosen.
+    waiting: calls of layers that wait for those of others.
     read_again: tokens at the end of the current call that are a second reading (`hf/second_reading.py`).
     """
 
@@ -58,7 +58,7 @@ class ModelCache(CheckedCache):
     reads_twice: bool
     read_again: int
     stored_kl: float | None = None
-    allotment: Allotment
+    waiting: Waiting
     _warned: bool
     _model: weakref.ref[PreTrainedModel] | None
 
@@ -181,3 +181,13 @@ class ModelCache(CheckedCache):
             f"{remedy(self.recipe, self.ropes.known(layer))}",
             stacklevel=5,
         )
+
+
+def options(part: Any) -> dict[str, str]:
+    """Return the options of a codec or policy as text, with the name of its class.
+
+    A state names them, because the recipe of a file could be edited: codes of another seed, or a file
+    of another share, would be read wrongly.
+    """
+    held = {field.name: written(getattr(part, field.name)) for field in fields(part) if field.name != "fitted"}
+    return {"class": type(part).__name__, **held}

@@ -19,7 +19,6 @@ from tersekv.calibration.calibration import Calibration
 from tersekv.calibration.find import calibrated_plans, calibration_for
 from tersekv.errors import UserError
 from tersekv.hf import pickled, saved
-from tersekv.hf.allotment import Allotment
 from tersekv.hf.base import ModelCache
 from tersekv.hf.layer import CompressedLayer as CompressedLayer
 from tersekv.hf.layer import compressed_layers
@@ -27,6 +26,7 @@ from tersekv.hf.parallel import spread_over
 from tersekv.hf.progress import Progress
 from tersekv.hf.token_ids import TokenIds, without_padding
 from tersekv.hf.traced import is_traced
+from tersekv.hf.waiting import Waiting
 from tersekv.hf.why_not import Use, faults
 from tersekv.models.config import (
     AttentionShape,
@@ -137,7 +137,7 @@ class CompressedCache(ModelCache):
         # a second reading doubles the length, and would change the angles of the first one
         self.reads_twice = asked and not self.ropes.vary(attention)
         storing = {i: layer for i, layer in attention.items() if i not in others}
-        self.progress, self.allotment = Progress(storing, linear), Allotment(storing)
+        self.progress, self.waiting = Progress(storing, linear), Waiting(storing)
         self.token_ids = TokenIds()
 
     def keep_common(self, ids: Tensor, attention_mask: Tensor | None = None) -> int:

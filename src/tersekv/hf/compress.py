@@ -72,10 +72,12 @@ def compress(
     model = inner_model(model)
     if not isinstance(model, PreTrainedModel):
         raise UserError(f"compress takes a transformers model, got {type(model).__name__}")
-    if not isinstance(recipe, CompressedCache):
+    if isinstance(recipe, CompressedCache):
+        recipe.check_model(model)
+        template = recipe.empty(model.config)
+    else:
         recipe = Recipe.parse(recipe)
-        recipe = CompressedCache(model.config, recipe, calibration_for(model, recipe, calibration), context_parallel)
-    recipe.check_model(model)
+        template = CompressedCache(model.config, recipe, calibration_for(model, recipe, calibration), context_parallel)
     has_usual_cache: Any = getattr(model, "_supports_default_dynamic_cache", None)
     if has_usual_cache is None:
         raise UserError(
@@ -93,7 +95,7 @@ def compress(
             f"{type(model).__name__} does not support attention functions; "
             "pass past_key_values=tersekv.CompressedCache(model.config, recipe) without compress"
         )
-    return Compression(model, recipe.empty(model.config))
+    return Compression(model, template)
 
 
 class Compression:

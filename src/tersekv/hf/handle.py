@@ -25,6 +25,9 @@ class PendingLayer(Protocol):
         """Return the number of tokens seen."""
 
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
+        """Append tokens to the store, at once or with those of other layers."""
+
+    def add(self, keys: Tensor, values: Tensor, padding: Tensor | None, observed: Observed) -> None:
         """Append tokens to the store."""
 
     def append_and_decode(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
@@ -48,8 +51,9 @@ class Pending:
 
     def commit(self, padding: Tensor | None, observed: Observed = UNSEEN) -> None:
         """Append the tokens to the store. observed: see `LayerStore`."""
-        self.committed = True
-        self.layer.append(self.keys, self.values, padding, observed)
+        self.committed, layer = True, self.layer
+        append = layer.append if self.keys.shape[2] > 1 or layer.cache.waiting.rated else layer.add
+        append(self.keys, self.values, padding, observed)
 
     def decoded(self) -> tuple[Tensor, Tensor]:
         """Return all tokens [B, H, tokens, D]. If the tokens are not committed yet, commit them and
@@ -58,6 +62,7 @@ class Pending:
             if self.past_tokens:
                 self.layer.cache.warn_decoding()
             if self.committed:
+                self.layer.cache.waiting.finish()
                 assert self.layer.store is not None
                 self._decoded = self.layer.store.decoded(self.keys.dtype)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,19 +12,18 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tersekv.cache.head_tokens import UNREADABLE
 from tersekv.cache.layer import LayerStore
-from tersekv.cache.packing import encode_ahead
 from tersekv.cache.schema import Check, anything, each, flag, of_spec, one_of, optional, record, require, tensor, whole
 from tersekv.cache.segments import UNSEEN, Observed
 from tersekv.cache.state import State, own
+from tersekv.cache.together import Call, encode_ahead
 from tersekv.calibration.key_error import STEP
 from tersekv.errors import CacheError, UserError
-from tersekv.hf.allotment import Call
-from tersekv.hf.base import ModelCache
+from tersekv.hf.base import ModelCache, options
 from tersekv.hf.handle import Pending, PendingTokens
 from tersekv.hf.progress import checked_crop
 from tersekv.hf.traced import NewTokens, is_traced, num_tokens, register
 from tersekv.malloc_trim import malloc_trim
-from tersekv.recipe import LayerPlan, written
+from tersekv.recipe import LayerPlan
 from tersekv.sizes.rate_allotment import with_rates
 from tersekv.tensors import plain, type_name
 
@@ -37,16 +36,6 @@ every 8 MB, prompts took 10 % longer. Decode steps of a large batch have fewer t
 
 PARTS = "keys", "values", "policy"
 """Parts of a plan whose options a state names."""
-
-
-def options(part: Any) -> dict[str, str]:
-    """Return the options of a codec or policy as text, with the name of its class.
-
-    A state names them, because the recipe of a file could be edited: codes of another seed, or a file
-    of another share, would be read wrongly.
-    """
-    held = {field.name: written(getattr(part, field.name)) for field in fields(part) if field.name != "fitted"}
-    return {"class": type(part).__name__, **held}
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -103,8 +92,7 @@ class CompressedLayer(CacheLayerMixin):
         self.store.restore(held | {"tiers": self.store.live_state()["tiers"]})
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """Accept new tokens [B, H, n, D]. Return handles if our attention is installed, else all
-        tokens decoded."""
+        """Accept new tokens [B, H, n, D]. Return handles if our attention is installed, else all tokens decoded."""
         progress = self.cache.progress
         if progress.handles is None:
             progress.handles = self.cache.hands_out_handles
@@ -118,7 +106,7 @@ class CompressedLayer(CacheLayerMixin):
         """Append new keys [B, n, D] of the model's indexer and return those of all tokens. `update` comes first."""
         assert self.store is not None
         new = 0 if self.cache.progress.handles else keys.shape[1]  # handles are appended later
-        return self.store.index(keys, self.store.num_tokens - new)
+        return self.store.index(keys, self.get_seq_length() - new)
 
     def traced(self, keys: Tensor, values: Tensor) -> tuple[NewTokens, NewTokens]:
         """Do the work of `update` in a traced forward pass. Tokens are appended when the compiled pass runs."""
@@ -133,11 +121,19 @@ class CompressedLayer(CacheLayerMixin):
         return PendingTokens(pending, False), PendingTokens(pending, True)
 
     def _prepare(self, keys: Tensor, values: Tensor) -> None:
-        if self.store is not None and not self.store.num_tokens and not self.cache.allotment.tokens(self.index):
-            self.reset()  # a first pass that was interrupted has left it without tokens
+        store = self.store
+        if store is not None and not store.num_tokens and not self.cache.waiting.tokens(self.index):
+            like = store.device, self.dtype, store.shape[:2], store.shape[3]
+            if not self.loaded or like != (keys.device, keys.dtype, keys.shape[:2], keys.shape[3]):
+                self.reset()  # a first pass that was interrupted has left it without tokens, or it is of another shape
         self._check(keys, values)
         if self.store is None:
             self.lazy_initialization(keys, values)
+            like = self.cache.shape_of(self.index)
+            for layer in self.cache.waiting.layers.values() if self.cache.progress.handles else ():  # in less time
+                if layer.store is None and self.cache.shape_of(layer.index) == like:
+                    layer.lazy_initialization(keys, values)
+                    layer.loaded = True
         elif self.loaded and self.store.device != keys.device:  # the model is distributed over devices
             self.store.to(keys.device)
         self.loaded = False
@@ -153,16 +149,17 @@ class CompressedLayer(CacheLayerMixin):
             )
 
     def append(self, keys: Tensor, values: Tensor, padding: Tensor | None = None, observed: Observed = UNSEEN) -> None:
-        """Append tokens to the store, see `LayerStore`, or let them wait for rates. Errors name the layer."""
+        """Append tokens to the store, see `LayerStore`, or let them wait for those of other layers."""
+        if not self.cache.waiting.take(self.index, call := Call(keys, values, padding, observed)):
+            self.add(*call)
+
+    def add(self, keys: Tensor, values: Tensor, padding: Tensor | None, observed: Observed) -> None:
+        """Append tokens to the store. Errors name the layer."""
         assert self.store is not None
-        allotment = self.cache.allotment
-        if allotment.layers and allotment.waits(self.index, Call(keys, values, padding, observed)):
-            return
         progress, seen = self.cache.progress, self.store.num_tokens
-        if keys.shape[2] > self.store.room and progress.encoded != seen and self.store.leaves(keys.shape[2]):
+        if keys.shape[2] == 1 > self.store.room and progress.encoded != seen and self.store.leaves(1):
             progress.encoded = seen
-            later = [layer.store for layer in compressed_layers(self.cache) if layer.index >= self.index]
-            encode_ahead(later, keys.shape[2])
+            encode_ahead([layer.store for layer in compressed_layers(self.cache) if layer.index >= self.index], 1)
         progress.torn = True
         try:
             self.store.append(keys, values, padding, observed)
@@ -310,7 +307,8 @@ class CompressedLayer(CacheLayerMixin):
         """Return the number of tokens seen. During tracing it is a tensor, read when the compiled pass runs."""
         if is_traced() and self.is_compileable:
             return num_tokens(self.handle)  # type: ignore[return-value]  # as transformers' static layers do
-        waiting = self.cache.allotment.tokens(self.index) if self.cache.allotment.calls else 0
+        of = self.cache.waiting
+        waiting = of.tokens(self.index) if of.calls or of.rating else 0
         return 0 if self.store is None else self.store.num_tokens + waiting
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -340,7 +338,7 @@ class CompressedLayer(CacheLayerMixin):
         tokens = -checked_crop(tokens_to_remove)
         self.check_crop(tokens)
         if self.store is not None:
-            self.store.crop(tokens - self.cache.allotment.drop(self.index))
+            self.store.crop(tokens - self.cache.waiting.drop(self.index))
             if not self.store.num_tokens:
                 self.reset()
 
@@ -348,7 +346,7 @@ class CompressedLayer(CacheLayerMixin):
         """Raise CacheError unless the latest `tokens` tokens can be removed."""
         if self.store is not None:
             try:
-                self.store.check_crop(tokens - self.cache.allotment.tokens(self.index))
+                self.store.check_crop(tokens - self.cache.waiting.tokens(self.index))
             except CacheError as error:
                 raise CacheError(f"layer {self.index}: {error}") from error
 
@@ -379,7 +377,7 @@ class CompressedLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Remove all tokens and everything that was fitted on them, or chosen by them."""
         self.store, self.plan, self.asked = None, self.asked or self.plan, None
-        self.cache.allotment.drop(self.index)
+        self.cache.waiting.drop(self.index)
         self.first_tokens = 0
         self.is_initialized = False
 

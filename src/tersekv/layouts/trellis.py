@@ -18,6 +18,7 @@ A window of 16 bits from bit 2 d − 6 on therefore has component d in its low b
 
 from __future__ import annotations
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -30,6 +31,7 @@ from tersekv.layouts.base import BLOCK_TOKENS, Layout, PackedTensors, PlaneSpec,
 WORD_BITS = 16
 
 
+@functools.cache
 def trellis_layout(words: int) -> Layout:
     """Return the layout of streams with this number of int16 elements."""
     return Layout(

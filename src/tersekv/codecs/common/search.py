@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -78,7 +77,7 @@ def _by_codec(codecs: Sequence[Any]) -> dict[int, ByHead]:
         like = None if others else next((known[id(other)] for other in done), None)
         group = [codec, *others]
         heads = [one.fitted["bits"].shape[1] for one in group]
-        parts = zip(*(t.split(heads, 1) for t in _joined(group).searched_by(like)), strict=True)
+        parts = zip(*(t.split(heads, 1) for t in type(codec).joined(group).searched_by(like)), strict=True)
         known |= {id(one): ByHead(*part) for one, part in zip(group, parts, strict=True)}
     return known
 
@@ -87,15 +86,6 @@ def _same_options(codec: Any, other: Any) -> bool:
     """Return True if both have the same options and tensors fitted of the same shapes, but for the number of heads."""
     shapes, of_other = ({name: (len(t), *t.shape[2:]) for name, t in of.fitted.items()} for of in (codec, other))
     return bool(codec == other) and shapes == of_other
-
-
-def _joined(codecs: Sequence[Any]) -> Any:
-    """Return one codec for the heads of all. Their options are the same."""
-    first = codecs[0]
-    if len(codecs) == 1:
-        return first
-    fitted = {name: torch.cat([codec.fitted[name] for codec in codecs], dim=1) for name in first.fitted}
-    return dataclasses.replace(first, fitted=fitted)
 
 
 def concatenated(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:

@@ -1,15 +1,18 @@
-"""One step's block is encoded for all layers in few calls, and no layer packs what it would not have packed alone."""
+"""Tokens of several layers are encoded in few calls, and no layer packs what it would not have packed alone."""
 
 from __future__ import annotations
+
+import copy
 
 import pytest
 import torch
 
 import tersekv
 from conftest import prompt
-from tersekv.cache import packing
+from tersekv.cache import together
 from tersekv.codecs.base import Codec
-from tersekv.errors import UserError
+from tersekv.errors import CacheError, UserError
+from tersekv.hf import waiting
 
 CASES = [
     ("llama", "kivi:bits=4"),
@@ -67,7 +70,7 @@ def test_layers_try_once_where_blocks_are_too_large(models, monkeypatch):
 
     def counted(stores, n):
         tried.append(n)
-        packing.encode_ahead(stores, n)
+        together.encode_ahead(stores, n)
 
     monkeypatch.setattr("tersekv.hf.layer.encode_ahead", counted)
     monkeypatch.setattr("tersekv.cache.coding.TOGETHER", 100)
@@ -103,7 +106,7 @@ def test_tokens_of_another_crop_are_not_used(models, monkeypatch):
                 for store in stores:
                     for x in store.recent.data:
                         x.neg_()
-                packing.encode_ahead(stores, 1)
+                together.encode_ahead(stores, 1)
                 stale += 1
                 for store in stores:
                     for x in store.recent.data:
@@ -119,3 +122,104 @@ def test_a_layer_names_its_own_error(models):
     cache.layers[1].store.recent.buffers[0].mul_(1e9)
     with tersekv.compress(model, recipe), torch.no_grad(), pytest.raises(UserError, match="layer 1: a scale"):
         model.generate(ids[:, :201], past_key_values=cache, max_new_tokens=60, min_new_tokens=60)
+
+
+# ---------------------------------------------------------------- calls of several tokens
+
+
+def read(model, recipe: str, parts, **options) -> tuple[tersekv.CompressedCache, torch.Tensor]:
+    """Return a cache after a prompt in parts, and the last part's logits."""
+    cache = tersekv.CompressedCache(model.config, recipe)
+    with tersekv.compress(model, recipe), torch.no_grad():
+        for ids in parts:
+            logits = model(ids, past_key_values=cache, **options).logits
+    return cache, logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "recipe"), [*CASES, ("mistral", "kivi:bits=2"), ("deepseek_v3", "default")])
+def test_a_prompt_and_its_second_turn_have_the_bytes_of_layers_alone(models, monkeypatch, name, recipe, dtype):
+    groups = {"gemma3": [[0, 2]]}
+    model, parts = copy.deepcopy(models[name]).to(dtype), prompt(450, batch=2).split([300, 150], 1)
+    found, joins = [], []
+
+    def counted(stores, calls):
+        joins.append(len(stores))
+        return together.encode_calls(stores, calls)
+
+    monkeypatch.setattr("tersekv.hf.waiting.encode_calls", counted)
+    for most in (1 << 21, 0):
+        monkeypatch.setattr("tersekv.hf.waiting.TOGETHER", most)
+        found.append(read(model, recipe, parts))
+    (cache, got), (alone, expected) = found
+    if not recipe.startswith("kvquant"):  # its outliers are those of all heads of a token
+        assert joins == [len(group) for group in groups.get(name, [range(3)])] * 2
+    assert same(held(cache), held(alone))
+    assert torch.equal(got, expected)
+    fitted = [[*side.codec.fitted.values()] for layer in cache.layers for side in layer.store.sides]
+    assert all(t.untyped_storage().nbytes() == t.nbytes for tensors in fitted for t in tensors)
+    assert all(side.ahead is None for layer in cache.layers for side in layer.store.sides)
+
+
+def test_a_padded_batch_is_packed_layer_by_layer(models, monkeypatch):
+    model, ids, mask = models["llama"], prompt(300, batch=2), torch.ones(2, 300, dtype=torch.long)
+    mask[1, :40] = 0
+    found = []
+    for most in (1 << 21, 0):
+        monkeypatch.setattr("tersekv.hf.waiting.TOGETHER", most)
+        cache, _ = read(model, "default", [ids], attention_mask=mask)
+        found.append(held(cache))
+    assert same(*found)
+
+
+def test_groups_stay_small(models, monkeypatch):
+    """Tokens that wait are exact, so there are never many of them."""
+    model, sizes = models["llama"], []
+    finish = waiting.Waiting.finish
+
+    def counted(self):
+        sizes.append(sum(call.keys.numel() for call in self.calls.values()))
+        finish(self)
+
+    monkeypatch.setattr(waiting.Waiting, "finish", counted)
+    of_layer = 300 * 2 * 32
+    monkeypatch.setattr(waiting, "TOGETHER", 2 * of_layer)
+    assert len(model.model.layers) == 3
+    read(model, "kivi:bits=4", [prompt(300)])
+    assert sizes == [2 * of_layer, of_layer]
+
+
+@pytest.mark.parametrize("value", [float("nan"), 1e6])
+def test_a_layer_names_its_own_error_in_a_prompt(models, value):
+    model = copy.deepcopy(models["llama"])
+    model.model.layers[1].self_attn.k_proj.weight.data[3] = value
+    with pytest.raises((UserError, CacheError), match=r"^layer 1: (keys or values hold NaN|a scale of)"):
+        read(model, "window:recent=0,exact=fp32+kivi:bits=4", [prompt(300)])
+
+
+def test_a_layer_that_is_read_again_is_packed_before(models):
+    """A layer that shares the keys of another one reads them as they are stored."""
+    model = models["llama"]
+    last = model.model.layers[-1].self_attn
+    seen: list[torch.Tensor] = []
+
+    def look(module, args, kwargs):
+        seen.append(handle.decoded())
+
+    cache = tersekv.CompressedCache(model.config, "kivi:bits=4")
+    update = cache.layers[0].update
+
+    def kept(*args, **kwargs):
+        nonlocal handle
+        handle, values = update(*args, **kwargs)
+        return handle, values
+
+    handle = None
+    cache.layers[0].update = kept
+    hook = last.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        with tersekv.compress(model, "kivi:bits=4"), torch.no_grad():
+            model(prompt(300), past_key_values=cache)
+    finally:
+        hook.remove()
+    assert torch.equal(seen[0], cache.layers[0].store.decoded(torch.float32)[0])
