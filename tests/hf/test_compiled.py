@@ -306,14 +306,14 @@ def test_errors_of_the_operator(model, monkeypatch):
         compiled(prompt(8), past_key_values=cache)
         with pytest.raises(CacheError, match="layer 0 holds batch 1"):
             compiled(prompt(1, batch=2), past_key_values=cache)
-        append = CompressedLayer.append
+        append = CompressedLayer.add
 
         def interrupted(layer: CompressedLayer, *args: Any) -> None:
             if layer.index == 1:
                 raise KeyboardInterrupt
             append(layer, *args)
 
-        monkeypatch.setattr(CompressedLayer, "append", interrupted)
+        monkeypatch.setattr(CompressedLayer, "add", interrupted)
         with pytest.raises(KeyboardInterrupt):
             compiled(prompt(1), past_key_values=cache)
         monkeypatch.undo()

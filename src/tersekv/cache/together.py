@@ -49,9 +49,9 @@ def kind_of(store: LayerStore, call: Call) -> Any:
     for side, x, loss in zip(store.sides, call[:2], losses, strict=True):
         codec, layout = side.codec, side.packed.layout
         spans = codec.fit_spans_heads or codec.encode_spans_heads or layout.starts is not None
-        unknown = codec.needs_fit == "corpus" or (codec.needs_fit and store.sinks.tokens)
-        unknown = unknown or (side.corrected and side.lost is None)
-        if spans or unknown or x.is_meta or not codec.joins:
+        unknown = codec.needs_fit == "corpus" or (codec.needs_fit is not None and store.sinks.tokens > 0)
+        measures = side.corrected > 0 and side.lost is None
+        if spans or unknown or measures or x.is_meta or not codec.joins:
             return None
         shapes = {name: (len(t), *t.shape[2:]) for name, t in codec.fitted.items()}
         kinds += codec, layout, shapes, x.shape, loss is None or loss.metric is None
