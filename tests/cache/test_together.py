@@ -10,6 +10,7 @@ import torch
 import tersekv
 from conftest import prompt
 from tersekv.cache import together
+from tersekv.cache.layer import LayerStore
 from tersekv.codecs.base import Codec
 from tersekv.errors import CacheError, UserError
 from tersekv.hf import waiting
@@ -223,3 +224,37 @@ def test_a_layer_that_is_read_again_is_packed_before(models):
     finally:
         hook.remove()
     assert torch.equal(seen[0], cache.layers[0].store.decoded(torch.float32)[0])
+
+
+def test_an_error_leaves_no_tokens_of_other_layers(models, monkeypatch):
+    model, append = models["llama"], LayerStore.append
+    cache, calls = tersekv.CompressedCache(model.config, "kivi:bits=4"), []
+
+    def fails(self, *args):
+        calls.append(self)
+        if len(calls) == 2:
+            raise MemoryError
+        append(self, *args)
+
+    monkeypatch.setattr(LayerStore, "append", fails)
+    with tersekv.compress(model, cache), torch.no_grad(), pytest.raises(MemoryError):
+        model(prompt(300), past_key_values=cache)
+    assert len(calls) == 2
+    assert all(side.ahead is None for layer in cache.layers for side in layer.store.sides)
+
+
+def test_stores_are_made_for_the_prompt_that_they_get(models, monkeypatch):
+    """Codecs depend on the length of the first prompt, not on one that was interrupted before anything was added."""
+    model, recipe = models["llama"], "default"
+    cache = tersekv.CompressedCache(model.config, recipe)
+    with tersekv.compress(model, recipe), torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr("tersekv.hf.attention.attend_plain", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                model(prompt(200), past_key_values=cache)
+        model(prompt(300), past_key_values=cache)
+    assert [layer.first_tokens for layer in cache.layers] == [300] * 3
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from unittest import mock
 
 import pytest
 import torch
@@ -201,6 +202,26 @@ def test_linear_layers_have_no_rollback(installed, stopped):
             model(ids[:, start:stop], past_key_values=stopped_cache)
         got, expected = (model(ids[:, 55:56], past_key_values=c).logits for c in (stopped_cache, cache))
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-4)
+
+
+def test_linear_layers_that_have_read_a_prompt_which_no_layer_has_packed(monkeypatch):
+    """Attention layers wait for each other, so all of them may lack a prompt that linear layers have read."""
+    torch.manual_seed(0)
+    types = ["full_attention", "linear_attention", "full_attention"]
+    model = tf.Qwen3NextForCausalLM(
+        tf.Qwen3NextConfig(**SHAPE, head_dim=32, **(HYBRID | {"layer_types": types}))
+    ).eval()
+    cache, ids = tersekv.CompressedCache(model.config, "kivi:bits=4"), prompt(300)
+    with tersekv.compress(model, cache), torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr("tersekv.hf.waiting.encode_calls", mock.Mock(side_effect=MemoryError))
+            with pytest.raises(MemoryError):
+                model(ids, past_key_values=cache)
+        with pytest.raises(CacheError, match=r"linear layers cannot be rolled back; start again with cache\.reset\(\)"):
+            model(ids, past_key_values=cache)
+        cache.reset()
+        got, expected = (model(ids, past_key_values=each).logits for each in (cache, None))
+    assert torch.equal(got, expected)
 
 
 @pytest.mark.parametrize("part", ["encoded_side", "append"])

@@ -183,6 +183,11 @@ class Store(Stateful):
         move = self._next(n)
         return 0 if move.sinks or move.skip or move.leave > self.recent.tokens else move.leave
 
+    def forget_ahead(self) -> None:
+        """Forget what was encoded ahead and is not packed."""
+        for side in self.sides:
+            side.ahead = None
+
     def _next(self, n: int) -> Move:
         """Return what appending n tokens changes."""
         placement = self.placement.fresh() if self.deferred else self.placement

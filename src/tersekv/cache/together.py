@@ -54,10 +54,10 @@ def kind_of(store: LayerStore, call: Call) -> Any:
         if spans or unknown or measures or x.is_meta or not codec.joins:
             return None
         shapes = {name: (len(t), *t.shape[2:]) for name, t in codec.fitted.items()}
-        kinds += codec, layout, shapes, x.shape, loss is None or loss.metric is None
+        kinds += codec, layout, shapes, x.shape, x.dtype, loss is None, loss is not None and loss.metric is None
     rope = None if store.rotary is None else id(store.rotary.rope)
     placed = placement.live_state(), placement.policy, placement.window, placement.block
-    return *kinds, rope, placed, losses[0] is None, call.keys.dtype, store.recent.buffers[0].dtype, store.device
+    return *kinds, rope, placed, store.recent.buffers[0].dtype, store.device
 
 
 @plain

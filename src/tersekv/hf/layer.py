@@ -115,7 +115,8 @@ class CompressedLayer(CacheLayerMixin):
     def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
         """Return handles of new tokens [B, H, n, D]; our attention function appends them later."""
         store = self.store
-        if store is None or self.loaded or (held := store.shape)[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
+        held = () if store is None or self.loaded or not store.num_tokens else store.shape
+        if held[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
             self._prepare(keys, values)
         pending = Pending(self, keys, values)
         return PendingTokens(pending, False), PendingTokens(pending, True)
@@ -123,9 +124,9 @@ class CompressedLayer(CacheLayerMixin):
     def _prepare(self, keys: Tensor, values: Tensor) -> None:
         store = self.store
         if store is not None and not store.num_tokens and not self.cache.waiting.tokens(self.index):
-            like = store.device, self.dtype, store.shape[:2], store.shape[3]
-            if not self.loaded or like != (keys.device, keys.dtype, keys.shape[:2], keys.shape[3]):
-                self.reset()  # a first pass that was interrupted has left it without tokens, or it is of another shape
+            like = store.device, self.dtype, store.shape[:2], self.first_tokens, store.shape[3]
+            if not self.loaded or like != (keys.device, keys.dtype, keys.shape[:2], *keys.shape[2:]):
+                self.reset()  # it was made for another call, or a first pass that was interrupted
         self._check(keys, values)
         if self.store is None:
             self.lazy_initialization(keys, values)

@@ -127,7 +127,8 @@ class Progress:
                 f"interrupted; {self._remedy(seen)}"
             )
         in_cache = self.done.keys() & set(self.linear)  # RecurrentGemma keeps its state in its modules
-        if len(set(self.done.values())) > 1 or (in_cache and len(in_cache) < len(self.linear)):
+        missing = {*self.linear, *self.attention} - self.done.keys() if in_cache else ()
+        if len(set(self.done.values())) > 1 or missing:
             raise CacheError(f"a forward pass was interrupted, and linear layers cannot be rolled back; {RESTART}")
 
     def num_tokens(self) -> dict[int, int]:

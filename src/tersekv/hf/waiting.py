@@ -65,7 +65,7 @@ class Waiting:
         self.calls: dict[int, Call] = {}
         self.rating: dict[int, Call] = {}  # those that wait for rates
         self.groups: list[tuple[Any, list[int]]] = []  # layers of the other calls, by their kind (`kind_of`)
-        self.size = 0  # elements of one side of these calls
+        self.size = 0  # of these calls, see `_size`
         self.few = 0  # tokens of the call that has just chosen the rates, if they were few
 
     def take(self, index: int, call: Call) -> bool:
@@ -73,7 +73,7 @@ class Waiting:
         return (bool(self.rated) and self._chooses_rates(index, call)) or self._joins(index, call)
 
     def _joins(self, index: int, call: Call) -> bool:
-        layer, size = self.layers.get(index), max(call.keys.numel(), call.values.numel())
+        layer, size = self.layers.get(index), _size(call)
         # outside a forward pass the other layers may not follow, and a step appends before it attends
         if layer is None or layer.store is None or not layer.cache.progress.handles or call.keys.shape[2] == 1:
             return False
@@ -97,8 +97,12 @@ class Waiting:
             stores = [store for i in group if (store := self.layers[i].store) is not None]
             if len(stores) > 1:
                 calls |= zip(group, encode_calls(stores, [calls[i] for i in group]), strict=True)
-        for i in sorted(calls):
-            self.layers[i].add(*calls[i])
+        try:
+            for i in sorted(calls):
+                self.layers[i].add(*calls[i])
+        finally:  # what an error leaves would keep the tokens of all
+            for store in filter(None, (self.layers[i].store for i in calls)):
+                store.forget_ahead()
 
     def _chooses_rates(self, index: int, call: Call) -> bool:
         """Keep the first call of a layer that packs tokens, and return True; False for any other call.
@@ -158,9 +162,14 @@ class Waiting:
         tokens = self.tokens(index)
         self.rating.pop(index, None)
         if (call := self.calls.pop(index, None)) is not None:
-            self.size -= max(call.keys.numel(), call.values.numel())
+            self.size -= _size(call)
             self.groups = [(kind, [i for i in group if i != index]) for kind, group in self.groups]
         return tokens
+
+
+def _size(call: Call) -> int:
+    """Return the elements of a side, at least those of two covariances."""
+    return max(x[:, :, 0].numel() * max(x.shape[2], 2 * x.shape[3]) for x in call[:2])
 
 
 def _takes_part(layer: WaitingLayer) -> bool:
