@@ -117,6 +117,7 @@ KINDS = {
     "family 26,": "Zen 5",
     "family 6, model 85)": "Skylake",
     "family 6, model 106)": "Ice Lake",
+    "family 6, model 167)": "Xeon with AMX, model 167",
 }
 """Kinds of CPU by their family, and the model where a family has several."""
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from measured.base import Page, Row, Section, cache, cpu, middle, model, rows, span
 from recorded import markdown
 
-RUNS = tuple(f"generate{kind}" for kind in ("", "_amx", "_avx2", "_icelake", "_skylake", "_zen4", "_zen5"))
+RUNS = tuple(f"generate{kind}" for kind in ("", "_amx", "_amx167", "_avx2", "_icelake", "_skylake", "_zen4", "_zen5"))
 THREE_BITS = "trellis, 3 bits"
 """The recipe that records of that time name `default`."""
 

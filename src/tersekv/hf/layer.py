@@ -115,7 +115,7 @@ class CompressedLayer(CacheLayerMixin):
     def pending(self, keys: Tensor, values: Tensor) -> tuple[PendingTokens, PendingTokens]:
         """Return handles of new tokens [B, H, n, D]; our attention function appends them later."""
         store = self.store
-        held = () if store is None or self.loaded or not store.num_tokens else store.shape
+        held: tuple[int, ...] = () if store is None or self.loaded or not store.num_tokens else store.shape
         if held[:2] != keys.shape[:2] or held[3] != keys.shape[3]:
             self._prepare(keys, values)
         pending = Pending(self, keys, values)
