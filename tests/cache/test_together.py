@@ -47,7 +47,7 @@ def same(got: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
 @pytest.mark.parametrize(("name", "recipe"), CASES)
 def test_bytes_are_those_of_layers_alone(models, monkeypatch, name, recipe):
     got = held(fed(models[name], recipe, 270, batch=2))
-    monkeypatch.setattr("tersekv.hf.layer.encode_ahead", lambda stores, n: None)
+    monkeypatch.setattr("tersekv.hf.layer.encode_ahead", lambda stores: None)
     expected = held(fed(models[name], recipe, 270, batch=2))
     assert same(got, expected)
 
@@ -69,9 +69,9 @@ def test_all_layers_share_a_call(models, monkeypatch):
 def test_layers_try_once_where_blocks_are_too_large(models, monkeypatch):
     tried: list[int] = []
 
-    def counted(stores, n):
-        tried.append(n)
-        together.encode_ahead(stores, n)
+    def counted(stores):
+        tried.append(len(stores))
+        together.encode_ahead(stores)
 
     monkeypatch.setattr("tersekv.hf.layer.encode_ahead", counted)
     monkeypatch.setattr("tersekv.cache.coding.TOGETHER", 100)
@@ -97,17 +97,17 @@ def test_tokens_of_another_crop_are_not_used(models, monkeypatch):
     """After an interrupted pass, a crop and other tokens, the bytes are those of the tokens held."""
     model, recipe = models["llama"], "window:recent=16+kivi:bits=4"
     fresh = fed(model, recipe, 270)
-    monkeypatch.setattr("tersekv.hf.layer.encode_ahead", lambda stores, n: None)
+    monkeypatch.setattr("tersekv.hf.layer.encode_ahead", lambda stores: None)
     cache, stale = fed(model, recipe, 200), 0
     ids = prompt(270)
     with tersekv.compress(model, recipe), torch.no_grad():
         for i in range(200, 270):
             stores = [layer.store for layer in cache.layers]
-            if stores[0].leaves(1):
+            if stores[0].leaves():
                 for store in stores:
                     for x in store.recent.data:
                         x.neg_()
-                together.encode_ahead(stores, 1)
+                together.encode_ahead(stores)
                 stale += 1
                 for store in stores:
                     for x in store.recent.data:
@@ -150,7 +150,7 @@ def test_a_prompt_and_its_second_turn_have_the_bytes_of_layers_alone(models, mon
 
     monkeypatch.setattr("tersekv.hf.waiting.encode_calls", counted)
     for most in (1 << 21, 0):
-        monkeypatch.setattr("tersekv.hf.waiting.TOGETHER", most)
+        monkeypatch.setattr("tersekv.hf.waiting.MOST_WAITING", most)
         found.append(read(model, recipe, parts))
     (cache, got), (alone, expected) = found
     if not recipe.startswith("kvquant"):  # its outliers are those of all heads of a token
@@ -167,7 +167,7 @@ def test_a_padded_batch_is_packed_layer_by_layer(models, monkeypatch):
     mask[1, :40] = 0
     found = []
     for most in (1 << 21, 0):
-        monkeypatch.setattr("tersekv.hf.waiting.TOGETHER", most)
+        monkeypatch.setattr("tersekv.hf.waiting.MOST_WAITING", most)
         cache, _ = read(model, "default", [ids], attention_mask=mask)
         found.append(held(cache))
     assert same(*found)
@@ -184,7 +184,7 @@ def test_groups_stay_small(models, monkeypatch):
 
     monkeypatch.setattr(waiting.Waiting, "finish", counted)
     of_layer = 300 * 2 * 32
-    monkeypatch.setattr(waiting, "TOGETHER", 2 * of_layer)
+    monkeypatch.setattr(waiting, "MOST_WAITING", 2 * of_layer)
     assert len(model.model.layers) == 3
     read(model, "kivi:bits=4", [prompt(300)])
     assert sizes == [2 * of_layer, of_layer]

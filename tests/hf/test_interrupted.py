@@ -152,7 +152,7 @@ def test_a_sliding_window_without_rollback(models, monkeypatch):
     A failed crop changes nothing.
     """
     model = models["mistral"]
-    monkeypatch.setattr("tersekv.hf.waiting.TOGETHER", 0)
+    monkeypatch.setattr("tersekv.hf.waiting.MOST_WAITING", 0)
     with tersekv.compress(model, LOSSLESS), torch.no_grad():
         cache = tersekv.CompressedCache(model.config, LOSSLESS)
         model(prompt(300), past_key_values=cache)

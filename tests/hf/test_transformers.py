@@ -434,7 +434,7 @@ def test_prefill_keeps_one_layer_exact_at_a_time(llama):
     try:
         with pytest.MonkeyPatch.context() as patch, tersekv.compress(llama, "kivi"), torch.no_grad():
             patch.setattr(CompressedLayer, "update", remember)
-            patch.setattr("tersekv.hf.waiting.TOGETHER", 400 * 2 * 32)  # elements of one layer
+            patch.setattr("tersekv.hf.waiting.MOST_WAITING", 400 * 2 * 32)  # elements of one layer
             llama(prompt(400), use_cache=True)
     finally:
         for hook in hooks:

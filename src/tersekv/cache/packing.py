@@ -99,9 +99,8 @@ def _ahead(store: Store, side: int, old: Tensor, x: Tensor, call: Packing) -> Ah
     ahead, packed.ahead = packed.ahead, None
     if ahead is None:
         return None
-    tokens = joined(old, x[:, :, : call.leave]) if call.leave > old.shape[2] > 0 else old if old.shape[2] else x
-    tokens = tokens[:, :, : call.leave]
-    return ahead if ahead.is_of(packed.codec, call.place, tokens) else None
+    both = x if not old.shape[2] else old if old.shape[2] >= call.leave else joined(old, x)
+    return ahead if ahead.is_of(packed.codec, call.place, both[:, :, : call.leave]) else None
 
 
 def encoded_side(

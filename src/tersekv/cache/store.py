@@ -169,18 +169,18 @@ class Store(Stateful):
         """Return the kept queries of the latest tokens that have not voted yet, or None."""
         return self.chosen[0].waiting_queries() if self.chosen else None
 
-    def leaves(self, n: int) -> int:
-        """Return how many tokens of the window leave it to be packed when n are appended.
+    def leaves(self) -> int:
+        """Return how many tokens of the window leave it to be packed when one is appended.
 
         It is 0 where these tokens and the fitted codecs do not suffice to encode them as packing would.
         """
         own = self.chosen or self.ranked or self.own or self.heads
-        if own or n <= self.room or self.deferred or (self.rotary is not None and self.rotary.rope.varies):
+        if own or self.room > 0 or self.deferred or (self.rotary is not None and self.rotary.rope.varies):
             return 0
         for side in self.sides:
             if side.codec.needs_fit or side.codec.encode_spans_heads or (side.corrected and side.lost is None):
                 return 0
-        move = self._next(n)
+        move = self._next(1)
         return 0 if move.sinks or move.skip or move.leave > self.recent.tokens else move.leave
 
     def forget_ahead(self) -> None:

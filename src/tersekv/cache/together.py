@@ -113,15 +113,14 @@ def _loss_of_all(losses: Sequence[TokenLoss | None]) -> TokenLoss | None:
 
 
 @plain
-def encode_ahead(stores: Sequence[Store | None], n: int) -> None:
-    """Encode the tokens that leave the windows of several layers when each receives n more, many layers in one call.
+def encode_ahead(stores: Sequence[Store | None]) -> None:
+    """Encode the blocks that leave the windows of several layers when each receives one more token.
 
-    A block of one layer has so few tokens that a call takes longer than its work. `encoded_side` uses what was encoded
-    if the layer then packs these tokens with this codec.
+    `encoded_sides` uses what was encoded if the layer then packs these tokens with this codec.
     """
     alike: dict[Any, list[tuple[PackedSide, Ahead, Tensor]]] = {}
     for store in filter(None, stores):
-        leave, place = store.leaves(n), store.num_tokens - store.placement.tail
+        leave, place = store.leaves(), store.num_tokens - store.placement.tail
         for number, side in enumerate(store.sides if leave else ()):
             x = store.recent.data[number][:, :, :leave]
             if not x.is_meta and 2 * x.numel() <= most_together(x):

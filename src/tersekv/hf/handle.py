@@ -52,6 +52,7 @@ class Pending:
     def commit(self, padding: Tensor | None, observed: Observed = UNSEEN) -> None:
         """Append the tokens to the store. observed: see `LayerStore`."""
         self.committed, layer = True, self.layer
+        # a step waits for no other layer, except for rates
         append = layer.append if self.keys.shape[2] > 1 or layer.cache.waiting.rated else layer.add
         append(self.keys, self.values, padding, observed)
 

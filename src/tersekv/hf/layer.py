@@ -130,9 +130,10 @@ class CompressedLayer(CacheLayerMixin):
         self._check(keys, values)
         if self.store is None:
             self.lazy_initialization(keys, values)
-            like = self.cache.shape_of(self.index)
-            for layer in self.cache.waiting.layers.values() if self.cache.progress.handles else ():  # in less time
-                if layer.store is None and self.cache.shape_of(layer.index) == like:
+            shape = self.cache.shape_of(self.index)
+            # all at once takes less time; outside a forward pass the other layers may not follow
+            for layer in self.cache.waiting.layers.values() if self.cache.progress.handles else ():
+                if layer.store is None and self.cache.shape_of(layer.index) == shape:
                     layer.lazy_initialization(keys, values)
                     layer.loaded = True
         elif self.loaded and self.store.device != keys.device:  # the model is distributed over devices
@@ -158,9 +159,9 @@ class CompressedLayer(CacheLayerMixin):
         """Append tokens to the store. Errors name the layer."""
         assert self.store is not None
         progress, seen = self.cache.progress, self.store.num_tokens
-        if keys.shape[2] == 1 > self.store.room and progress.encoded != seen and self.store.leaves(1):
+        if keys.shape[2] == 1 > self.store.room and progress.encoded != seen and self.store.leaves():
             progress.encoded = seen
-            encode_ahead([layer.store for layer in compressed_layers(self.cache) if layer.index >= self.index], 1)
+            encode_ahead([layer.store for layer in compressed_layers(self.cache) if layer.index >= self.index])
         progress.torn = True
         try:
             self.store.append(keys, values, padding, observed)

@@ -28,8 +28,8 @@ from tersekv.sizes.rate_allotment import USUAL, allotted
 FEW = 2048
 """Tokens of a first call below which rates may fit the rest of a prompt badly."""
 
-TOGETHER, TOGETHER_ON_GPU = 1 << 21, 1 << 24
-"""Elements of one side of all layers that wait for each other. Until they are packed their tokens stay exact."""
+MOST_WAITING, MOST_WAITING_ON_GPU = 1 << 21, 1 << 24
+"""Elements (`_size`) of all calls that wait for each other. Until they are packed their tokens stay exact."""
 
 CHUNKED = (
     "the rates of {0} were chosen on the first {1} tokens, and more of the prompt follows: it loses more than if the "
@@ -79,7 +79,7 @@ class Waiting:
             return False
         if index in self.calls:
             self.finish()
-        most = TOGETHER_ON_GPU if call.keys.is_cuda else TOGETHER
+        most = MOST_WAITING_ON_GPU if call.keys.is_cuda else MOST_WAITING
         kind = kind_of(layer.store, call) if 2 * size <= most else None
         if kind is not None:
             self.calls[index], self.size = call, self.size + size
