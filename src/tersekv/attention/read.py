@@ -101,10 +101,7 @@ def attend_chunk(store: Store | None, keys: Tensor, values: Tensor, call: Attent
     keys, values: [B, Hkv, q, D], the chunk's tokens, which are not in the store yet.
     """
     past, n = 0 if store is None else store.num_tokens, keys.shape[2]
-    mask = own = None
-    if call.mask is not None:
-        mask, own = call.mask[:, :, :past], call.mask[:, :, past : past + n]
-        own = None if masks.is_causal(own) else own
+    mask, own = (None, None) if call.mask is None else call.mask[:, :, : past + n].split([past, n], dim=2)
     return _Reader(store, call, mask, (keys, values, own)).attend()
 
 
@@ -184,7 +181,7 @@ class _Reader:
             for found in store.found:
                 pages = pages and found.without_copies(pages, Masks(self.mask, hidden), call.query.shape[2])
         if of_exact and self.own is not None:
-            is_causal = self.mask is None and hidden is None and self.own[2] is None
+            is_causal = self.mask is None and hidden is None and self._is_causal()
             exact = ((*self.own[:2], None if is_causal else self._own_mask()), *exact)
         if self.new is not None and store is not None:
             exact = (*exact, (*self.new[:2], store.num_tokens))
@@ -242,12 +239,16 @@ class _Reader:
         if self.own is not None:
             keys, values, mask = self.own
             found = None
-            if mask is None and self.call.expand is None and query.shape[3] == keys.shape[2]:
+            if self.call.expand is None and query.shape[3] == keys.shape[2] and self._is_causal():
                 limits = self.call.scaling, self.call.softcap
                 found = attend_floats(query.flatten(1, 2), keys, values, None, *limits, parts=True)
                 found = found or softmax.attend_causal(query, keys, values, *limits)
             results.append(found or self.dense(query, keys, values, self._own_mask()))
         return results
+
+    def _is_causal(self) -> bool:
+        """True if each of the chunk's own tokens sees those before it, and itself."""
+        return self.own is not None and (self.own[2] is None or masks.is_causal(self.own[2]))
 
     def _own_mask(self) -> Tensor:
         """Return the mask of the chunk's own tokens, bool [B, q, n]."""

@@ -20,6 +20,7 @@ from tersekv.cache.slots import Slots
 from tersekv.cache.state import Rules, State, Stateful, own
 from tersekv.codecs import Codec
 from tersekv.layouts.base import PackedTensors, View
+from tersekv.tensors import joined
 from tersekv.transforms.angles import Angles
 from tersekv.transforms.marked_angles import MarkedAngles
 
@@ -30,23 +31,22 @@ Encoded = tuple[list[PackedTensors], Tensor | None]
 class Ahead(NamedTuple):
     """Tokens [B, H, n, D] from position `place` on, and what will be packed of them.
 
-    asked: the side's codec before it encoded them. codec: that one, perhaps fitted on them. planes: packed tensors,
-    part by part.
+    asked: the side's codec before it encoded them. tokens: None for those of the call that comes next. codec: that
+    one, perhaps fitted on them. planes: packed tensors, part by part.
     """
 
     asked: Codec
     place: int
-    tokens: Tensor
+    tokens: Tensor | None
     codec: Codec
     planes: list[PackedTensors]
 
-    def is_of(self, asked: Codec, place: int, tokens: Tensor) -> bool:
-        """Return True if the codec would make the same of these tokens, which may be others after a crop."""
-        return (
-            self.asked is asked
-            and self.place == place
-            and (self.tokens.is_set_to(tokens) or torch.equal(self.tokens, tokens))
-        )
+    def is_of(self, asked: Codec, place: int, old: Tensor, new: Tensor, n: int) -> bool:
+        """Return True if the codec would make the same of the first n tokens, which may be others after a crop."""
+        alike = self.asked is asked and self.place == place
+        if self.tokens is None or not alike:
+            return alike
+        return torch.equal(self.tokens, (old if old.shape[2] >= n else joined(old, new))[:, :, :n])
 
 
 def side_learnt(side: PackedSide, place: str) -> None:

@@ -99,8 +99,7 @@ def _ahead(store: Store, side: int, old: Tensor, x: Tensor, call: Packing) -> Ah
     ahead, packed.ahead = packed.ahead, None
     if ahead is None:
         return None
-    both = x if not old.shape[2] else old if old.shape[2] >= call.leave else joined(old, x)
-    return ahead if ahead.is_of(packed.codec, call.place, both[:, :, : call.leave]) else None
+    return ahead if ahead.is_of(packed.codec, call.place, old, x, call.leave) else None
 
 
 def encoded_side(

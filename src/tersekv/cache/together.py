@@ -18,7 +18,7 @@ from tersekv.cache.segments import Observed
 from tersekv.codecs import Codec
 from tersekv.errors import UserError
 from tersekv.kernels import backends
-from tersekv.tensors import joined, plain
+from tersekv.tensors import plain
 from tersekv.transforms.moments import TokenLoss
 
 if TYPE_CHECKING:
@@ -91,9 +91,8 @@ def encode_calls(stores: Sequence[LayerStore], calls: Sequence[Call]) -> Sequenc
         for i, codec in enumerate(codecs):
             own = of.sides[i].codec
             planes = [codec.layout(new[i].shape[3]).select_heads(part, heads.start, H) for part in made[i]]
-            tokens = joined(old[i][:, heads], rest[i][:, heads]) if placement.tail else rest[i][:, heads]
             fitted = own if codec is joint[i] else _copied(codec.of_heads(heads.start, H))
-            of.sides[i].ahead = Ahead(own, packing.place, tokens[:, :, : move.leave], fitted, planes)
+            of.sides[i].ahead = Ahead(own, packing.place, None, fitted, planes)
         done.append(call._replace(keys=new[0][:, heads], values=new[1][:, heads]))
     return done
 
