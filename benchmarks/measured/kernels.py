@@ -11,6 +11,7 @@ from recorded import markdown
 FILES = (
     "bench_attend_zen5.jsonl",
     "bench_attend.jsonl",
+    "bench_attend_amx167.jsonl",
     "bench_attend_skylake.jsonl",
     "bench_attend_avx2.jsonl",
     "bench_shapes.jsonl",
@@ -39,11 +40,11 @@ def attention() -> str:
     return markdown(("CPU", "heads", "tokens", "threads", "format", "ms", "times as fast"), lines)
 
 
-def reading() -> str:
-    """Return times of formats in multiples of the time to read their bytes."""
+def reading(file: str) -> str:
+    """Return times of formats in multiples of the time to read their bytes, of the CPU of a record."""
     found = [
         (row["read_gb_per_s"] / row["gb_per_s"], row["what"])
-        for row in rows("bench_attend_zen5.jsonl")
+        for row in rows(file)
         if (row["shape"], row["T"], row["threads"]) == ("32/8/128", 32768, 1)
         and "bfloat" not in row["what"]
         and "float32" not in row["what"]
@@ -144,9 +145,9 @@ def page() -> Page:
                 "column compares. `grid4` is KIVI's layout with 4 bits, `qjl256` sketches of 256 rows and 4-bit "
                 "values, `nuq4-1%` KVQuant with 1 % outliers, `trellis2-centred` keys without their mean, as the "
                 "presets have them. The dense product is bound by memory and the kernels by products, so ratios "
-                f"depend on free bandwidth. Times in multiples of the time to read the packed bytes, one thread of Zen "
-                f"5, 32/8/128, 32,768 tokens: {reading()}.\n\n![Attention of one token over 32,768 tokens]"
-                "(kernels.svg)",
+                "depend on free bandwidth. Times in multiples of the time to read the packed bytes, one thread, "
+                f"32/8/128, 32,768 tokens. Zen 5: {reading(FILES[0])}. Xeon with AMX, model 167: {reading(FILES[2])}."
+                "\n\n![Attention of one token over 32,768 tokens](kernels.svg)",
                 attention(), FILES,
                 "tersekv bench attend --tokens 1k,8k,32k --heads 32/8/128,9/3/64 --threads 1,2 --out FILE",
             ),

@@ -22,6 +22,11 @@ OTHER_CPUS = (
         f"ours of prompts multiply by AMX. {BUSY} They are of another Xeon and of older code.",
         "serving_speed_amx.jsonl",
     ),
+    (
+        "another Xeon with AMX",
+        "Two threads of a Xeon, family 6, model 167, which was shared with other programs.",
+        "serving_speed_amx167.jsonl",
+    ),
 )
 """CPUs other than the first section's: name, text and record."""
 
