@@ -243,6 +243,25 @@ def test_an_error_leaves_no_tokens_of_other_layers(models, monkeypatch):
     assert all(side.ahead is None for layer in cache.layers for side in layer.store.sides)
 
 
+def test_an_interrupted_encoding_serves_no_later_call(models, monkeypatch):
+    """What was encoded for waiting calls is not compared with the tokens that are packed next."""
+    model, recipe, ids = models["llama"], "kivi:bits=4", prompt(530)
+    cache, first = read(model, recipe, [ids[:, :300]])[0], ids[:, :300]
+
+    def interrupts(stores, calls):
+        together.encode_calls(stores, calls)
+        raise KeyboardInterrupt
+
+    with tersekv.compress(model, recipe), torch.no_grad():
+        with monkeypatch.context() as patch:
+            patch.setattr("tersekv.hf.waiting.encode_calls", interrupts)
+            with pytest.raises(KeyboardInterrupt):
+                model(ids[:, 300:500], past_key_values=cache)
+        monkeypatch.setattr("tersekv.hf.waiting.MOST_WAITING", 0)
+        model(ids[:, 330:], past_key_values=cache)
+    assert same(held(cache), held(read(model, recipe, [first, ids[:, 330:]])[0]))
+
+
 def test_stores_are_made_for_the_prompt_that_they_get(models, monkeypatch):
     """Codecs depend on the length of the first prompt, not on one that was interrupted before anything was added."""
     model, recipe = models["llama"], "default"

@@ -93,14 +93,14 @@ class Waiting:
         """Pack the calls that wait to be packed together."""
         groups, self.groups, self.size = [group for _, group in self.groups], [], 0
         calls = {i: self.calls.pop(i) for group in groups for i in group}
-        for group in groups:
-            stores = [store for i in group if (store := self.layers[i].store) is not None]
-            if len(stores) > 1:
-                calls |= zip(group, encode_calls(stores, [calls[i] for i in group]), strict=True)
         try:
+            for group in groups:
+                stores = [store for i in group if (store := self.layers[i].store) is not None]
+                if len(stores) > 1:
+                    calls |= zip(group, encode_calls(stores, [calls[i] for i in group]), strict=True)
             for i in sorted(calls):
                 self.layers[i].add(*calls[i])
-        finally:  # what an error leaves would keep the tokens of all
+        finally:  # what was encoded is of these calls alone
             for store in filter(None, (self.layers[i].store for i in calls)):
                 store.forget_ahead()
 
