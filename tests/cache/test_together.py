@@ -244,7 +244,7 @@ def test_an_error_leaves_no_tokens_of_other_layers(models, monkeypatch):
 
 
 def test_an_interrupted_encoding_serves_no_later_call(models, monkeypatch):
-    """What was encoded for waiting calls is not compared with the tokens that are packed next."""
+    """Bytes encoded for waiting calls are not compared with the tokens packed next, so they must be dropped."""
     model, recipe, ids = models["llama"], "kivi:bits=4", prompt(530)
     cache, first = read(model, recipe, [ids[:, :300]])[0], ids[:, :300]
 
