@@ -40,11 +40,11 @@ def attention() -> str:
     return markdown(("CPU", "heads", "tokens", "threads", "format", "ms", "times as fast"), lines)
 
 
-def reading(file: str) -> str:
-    """Return times of formats in multiples of the time to read their bytes, of the CPU of a record."""
+def reading(run: str) -> str:
+    """Return times of formats in multiples of the time to read their bytes, of a run of `tersekv bench attend`."""
     found = [
         (row["read_gb_per_s"] / row["gb_per_s"], row["what"])
-        for row in rows(file)
+        for row in rows(f"bench_attend_{run}.jsonl")
         if (row["shape"], row["T"], row["threads"]) == ("32/8/128", 32768, 1)
         and "bfloat" not in row["what"]
         and "float32" not in row["what"]
@@ -146,7 +146,7 @@ def page() -> Page:
                 "values, `nuq4-1%` KVQuant with 1 % outliers, `trellis2-centred` keys without their mean, as the "
                 "presets have them. The dense product is bound by memory and the kernels by products, so ratios "
                 "depend on free bandwidth. Times in multiples of the time to read the packed bytes, one thread, "
-                f"32/8/128, 32,768 tokens. Zen 5: {reading(FILES[0])}. Xeon with AMX, model 167: {reading(FILES[2])}."
+                f"32/8/128, 32,768 tokens. Zen 5: {reading('zen5')}. Xeon with AMX, model 167: {reading('amx167')}."
                 "\n\n![Attention of one token over 32,768 tokens](kernels.svg)",
                 attention(), FILES,
                 "tersekv bench attend --tokens 1k,8k,32k --heads 32/8/128,9/3/64 --threads 1,2 --out FILE",

@@ -237,7 +237,7 @@ class _Reader:
             results.append(self.dense(query, segment.keys, segment.values, mask))
         results += self.packed(query)
         if self.own is not None:
-            keys, values, mask = self.own
+            keys, values, _ = self.own
             found = None
             if self.call.expand is None and query.shape[3] == keys.shape[2] and self._is_causal():
                 limits = self.call.scaling, self.call.softcap
