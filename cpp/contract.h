@@ -33,6 +33,8 @@ constexpr int kLanes = 16;
 static constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 static constexpr int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
+static constexpr int64_t bytes_of(Float type) { return type == Float::f32 ? 4 : 2; }
+
 // Return element i of an array of `type` as float32.
 static inline float float_at(Float type, const void* data, int64_t i) {
   if (type == Float::f32) return static_cast<const float*>(data)[i];

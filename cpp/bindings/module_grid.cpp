@@ -27,15 +27,15 @@ struct Place {
   int64_t columns(int64_t D) const { return per_token ? t : D; }
 
   TokenBlocks blocks(nb::handle tensor) const {
-    const Tensor x = tensor_of("x", tensor, kFloat32);
+    const Tensor x = tensor_of("x", tensor, kFloats);
     if (x.dims != 4) fail("x: ", "expected [B, H, T, D]");
     if (x.shape[2] % t)
       fail("x: ", "expected T whole blocks of " + std::to_string(t) + " tokens, got T = " + std::to_string(x.shape[2]));
     if ((per_token ? x.shape[3] : t) % group)
       fail("place: ", "expected a group that divides " + std::to_string(per_token ? x.shape[3] : t) + ", got " +
                           std::to_string(group));
-    return {x.as<float>(), x.shape[0],  x.shape[1],  x.shape[2] / t, t,
-            x.shape[3],    x.stride[0], x.stride[1], x.stride[2],    x.stride[3]};
+    return {x.as<char>(), x.float_type(), x.shape[0],  x.shape[1],  x.shape[2] / t, t,
+            x.shape[3],   x.stride[0],    x.stride[1], x.stride[2], x.stride[3]};
   }
 };
 

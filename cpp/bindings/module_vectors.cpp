@@ -101,7 +101,7 @@ void py_encode_polar(nb::handle x, nb::handle level_bits, nb::handle tables, nb:
 
 Rotate rotation(const Tensor& x, const Tensor& matrix, const Tensor& out) {
   if (x.dims != 2) fail("x: ", "expected [rows, D]");
-  Rotate call{x.as<float>(), x.shape[0], x.shape[1], output<float>(out)};
+  Rotate call{x.as<char>(), x.float_type(), x.shape[0], x.shape[1], output<float>(out)};
   for (const auto& [name, tensor] : {std::pair{"x", &x}, std::pair{"out", &out}})
     expect("", name, *tensor, {{"rows", call.rows}, {"D", call.D}}, 0);
   expect("", "matrix", matrix, {{"D", call.D}, {"D", call.D}}, 0);
@@ -111,7 +111,7 @@ Rotate rotation(const Tensor& x, const Tensor& matrix, const Tensor& out) {
 // x and out [rows, D], matrix [D, D], contiguous.
 void py_rotate_dense(nb::handle x, nb::handle matrix, nb::handle out, int threads) {
   const Tensor entries = tensor_of("matrix", matrix, kFloat32);
-  Rotate call = rotation(tensor_of("x", x, kFloat32), entries, tensor_of("out", out, kFloat32));
+  Rotate call = rotation(tensor_of("x", x, kFloats), entries, tensor_of("out", out, kFloat32));
   if (call.rows * call.D == 0) return;
   const std::vector<double> wide(entries.as<float>(), entries.as<float>() + call.D * call.D);
   call.matrix = wide.data();
@@ -125,7 +125,7 @@ void py_rotate_hadamard(nb::handle x, nb::handle matrix, nb::handle order, nb::h
                         int threads) {
   const Tensor entries = tensor_of("matrix", matrix, kFloat32), from = tensor_of("order", order, kInt32),
                sign = tensor_of("signs", signs, kFloat32);
-  Rotate call = rotation(tensor_of("x", x, kFloat32), entries, tensor_of("out", out, kFloat32));
+  Rotate call = rotation(tensor_of("x", x, kFloats), entries, tensor_of("out", out, kFloat32));
   for (const auto& [name, tensor] : {std::pair{"order", &from}, std::pair{"signs", &sign}})
     expect("", name, *tensor, {{"D", call.D}}, 0);
   call.order = from.as<int32_t>();

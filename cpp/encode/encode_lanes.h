@@ -3,6 +3,7 @@
 #pragma once
 
 #include "encoders.h"
+#include "floats.h"
 #include "half_words.h"
 #include "native_vectors.h"
 
@@ -20,11 +21,25 @@ struct LaneRows {
   const float* row(int64_t p) const { return first + p * stride; }
 };
 
+// Return the tokens of a block of 16-bit numbers as float32 [t, D].
+const float* floats_of_block(const TokenBlocks& x, int64_t block) {
+  float* rows = scratch(x.t * x.D);
+  for (int64_t t = 0; t < x.t; t++)
+    to_floats(x.type, x.block(block) + t * x.stride_t * bytes_of(x.type), x.stride_c, x.D, rows + t * x.D);
+  return rows;
+}
+
 // Return the P rows of L lanes of a block, copied unless they are in memory with `lanes` lanes. Further lanes are zero.
 LaneRows lane_rows(const TokenBlocks& x, int64_t block, bool tokens, int64_t lanes) {
   const int64_t P = tokens ? x.D : x.t, L = tokens ? x.t : x.D;
-  const int64_t across = tokens ? x.stride_c : x.stride_t, along = tokens ? x.stride_t : x.stride_c;
-  const float* first = x.block(block);
+  int64_t of_token = x.stride_t, of_channel = x.stride_c;
+  const float* first = reinterpret_cast<const float*>(x.block(block));
+  if (x.type != Float::f32) {
+    first = floats_of_block(x, block);
+    of_token = x.D;
+    of_channel = 1;
+  }
+  const int64_t across = tokens ? of_channel : of_token, along = tokens ? of_token : of_channel;
   if (along == 1 && lanes == L) return {first, across};
   float* rows = scratch(P * lanes);
   if (across == 1)
@@ -65,28 +80,40 @@ void find_ranges(const GroupRanges& call, int64_t block) {
   }
 }
 
-// A scale or offset as rows of lanes; `missing` everywhere if there is none.
-struct LanePlane {
-  float* rows = nullptr;    // `own`: [groups, lanes], one entry per lane; else [P, lane groups]
-  float* spread = nullptr;  // not `own`: [lanes], one row repeated over the lanes
-  bool own = false;
-  int64_t group = 1, L = 0, lanes = 0;
+constexpr float kLeastDivisor = 0x1p-90f;
 
-  LanePlane(const EncodeGrid& call, const ScalePlane& plane, int64_t block, float missing)
-      : own(plane.data && call.of_keys == call.per_token),
-        group(call.group),
-        L(call.packed.L),
-        lanes(call.packed.lanes()) {
-    if (!own) {
-      spread = scratch(lanes);
-      for (int64_t i = 0; i < lanes; i++) spread[i] = missing;
-    }
+// Return x / by, rounded as division rounds, by two corrections of x times 1 / by: a division takes longer. by: from
+// kLeastDivisor to its inverse. Quotients of 2^24 and more may differ, which changes no code.
+inline FloatVector divided(FloatVector x, FloatVector by, [[maybe_unused]] FloatVector inverse) {
+#if defined(__AVX512F__)
+  const auto numerator = (__m512)x, divisor = (__m512)by, factor = (__m512)inverse;
+  __m512 y = _mm512_mul_ps(numerator, factor);
+  const __mmask16 few = _mm512_cmp_ps_mask(_mm512_abs_ps(y), _mm512_set1_ps(0x1p24f), _CMP_LT_OQ);
+  y = _mm512_mask3_fmadd_ps(_mm512_fnmadd_ps(y, divisor, numerator), factor, y, few);
+  return (FloatVector)_mm512_mask3_fmadd_ps(_mm512_fnmadd_ps(y, divisor, numerator), factor, y, few);
+#else
+  return x / by;
+#endif
+}
+
+// A scale or offset of a block, float32; `missing` everywhere if there is none.
+struct LanePlane {
+  float missing;
+  float* rows = nullptr;  // [count, room]: lanes of groups of rows, or groups of lanes of rows
+  int64_t count = 0, room = 0, size = 0;
+
+  // own: each lane has its own numbers, one for `group` rows; else each row has, one for `group` lanes.
+  LanePlane(const EncodeGrid& call, const ScalePlane& plane, int64_t block, bool own, float missing)
+      : missing(missing) {
     if (!plane.data) return;
     const float* first = plane.block(block, call.x);
-    const int64_t P = call.packed.P, count = own ? P / group : P, width = own ? L : L / group,
-                  room = own ? lanes : width;
-    const int64_t across = own ? plane.stride[3] : plane.stride[4], along = own ? plane.stride[4] : plane.stride[3];
-    rows = scratch(count * room);
+    const int64_t P = call.packed.P, L = call.packed.L, width = own ? L : L / call.group,
+                  across = own ? plane.stride[3] : plane.stride[4], along = own ? plane.stride[4] : plane.stride[3];
+    count = own ? P / call.group : P;
+    room = own ? call.packed.lanes() : width;
+    size = round_up(count * room, kVectorFloats);
+    rows = scratch(size);
+    for (int64_t i = count * room; i < size; i++) rows[i] = 1.0f;
     for (int64_t r = 0; r < count; r++) {
       float* row = rows + r * room;
       const float* from = first + r * across;
@@ -95,20 +122,37 @@ struct LanePlane {
     }
   }
 
-  const float* row(int64_t p) const {
-    if (own) return rows + p / group * lanes;
-    if (!rows) return spread;
-    const int64_t width = L / group;
-    for (int64_t g = 0; g < width; g++) {
-      const float entry = rows[p * width + g];
-      for (int64_t i = 0; i < group; i++) spread[g * group + i] = entry;
+  // Return the plane of 1 divided by each number. Each zero becomes 1 here. `exact` becomes false if `divided` would
+  // need a wider range.
+  LanePlane inverted(bool& exact) {
+    LanePlane out = *this;
+    if (!rows) return out;
+    out.rows = scratch(size);
+    IntVector inside = IntVector{} - 1;
+    for (int64_t i = 0; i < size; i += kVectorFloats) {
+      FloatVector by = load_vector(rows + i);
+      by = by == 0.0f ? FloatVector{} + 1.0f : by;
+      inside &= (by >= kLeastDivisor) & (by <= 1.0f / kLeastDivisor);
+      store_vector(rows + i, by);
+      store_vector(out.rows + i, 1.0f / by);
     }
-    return spread;
+    for (int i = 0; i < kVectorFloats; i++) exact = exact && inside[i];
+    return out;
+  }
+
+  FloatVector lanes(int64_t r, int64_t i) const { return rows ? load_vector(rows + r * room + i) : of_row(r, i); }
+  FloatVector of_row(int64_t r, int64_t g) const { return FloatVector{} + (rows ? rows[r * room + g] : missing); }
+  // Return the numbers of some lanes of a row, whose groups may be narrower than a vector.
+  FloatVector mixed(int64_t r, int64_t i, int64_t group) const {
+    FloatVector out = FloatVector{} + missing;
+    for (int64_t k = 0; rows && k < kVectorFloats && (i + k) / group < room; k++)
+      out[k] = rows[r * room + (i + k) / group];
+    return out;
   }
 };
 
-inline IntVector nearest_integers(FloatVector y, int64_t bits) {
-  const FloatVector most = FloatVector{} + static_cast<float>((1 << bits) - 1);
+// most: the largest integer.
+inline IntVector nearest_integers(FloatVector y, FloatVector most) {
   y = y > 0.0f ? y : FloatVector{};
   y = y < most ? y : most;
   return __builtin_convertvector((y + kRounder) - kRounder, IntVector);
@@ -123,6 +167,18 @@ inline IntVector nearest_entries(FloatVector y, int64_t bits, const float* middl
     return codes;
   }
   const int32_t last = (1 << bits) - 1;
+#if defined(__AVX512F__)
+  if (bits == kCountedBits) {  // bisection in a register
+    const __m512 of = _mm512_maskz_loadu_ps(0x7fff, middles);
+    __m512i codes = _mm512_setzero_si512();
+    for (int32_t half = 8; half > 0; half /= 2) {
+      const __m512 middle = _mm512_permutexvar_ps(_mm512_add_epi32(codes, _mm512_set1_epi32(half - 1)), of);
+      codes = _mm512_mask_add_epi32(codes, _mm512_cmp_ps_mask((__m512)y, middle, _CMP_NLE_UQ), codes,
+                                    _mm512_set1_epi32(half));
+    }
+    return (IntVector)codes;
+  }
+#endif
   IntVector codes = IntVector{} + last;
   for (int32_t m = 0; m < last; m++) codes += y <= middles[m];
   return codes;
@@ -159,22 +215,40 @@ void pack_rows(const int32_t* codes, const LaneWords& packed, int64_t block) {
 void grid_codes(const EncodeGrid& call, int64_t block) {
   reset_scratch();
   const LaneWords& packed = call.packed;
-  const int64_t lanes = packed.lanes();
+  const int64_t lanes = packed.lanes(), P = packed.P, L = packed.L, group = call.group;
+  const bool own = call.of_keys == call.per_token;
   const LaneRows rows = lane_rows(call.x, block, call.of_keys, lanes);
-  const LanePlane scale(call, call.scale, block, 1.0f), offset(call, call.offset, block, 0.0f);
-  int32_t* codes = scratch_of<int32_t>(packed.P * lanes);
-  for (int64_t p = 0; p < packed.P; p++) {
-    const float *x = rows.row(p), *from = offset.row(p), *step = scale.row(p);
-    int32_t* row = codes + p * lanes;
-    for (int64_t i = 0; i < lanes; i += kVectorFloats) {
-      FloatVector divisor = load_vector(step + i);
-      divisor = divisor == 0.0f ? FloatVector{} + 1.0f : divisor;
-      const FloatVector y = (load_vector(x + i) - load_vector(from + i)) / divisor;
-      store_vector(row + i,
-                   call.middles ? nearest_entries(y, packed.bits, call.middles) : nearest_integers(y, packed.bits));
-    }
-    for (int64_t i = packed.L; i < lanes; i++) row[i] = 0;
+  LanePlane scale(call, call.scale, block, own, 1.0f);
+  const LanePlane offset(call, call.offset, block, own, 0.0f);
+  bool exact = true;
+  const LanePlane inverse = scale.inverted(exact);
+  int32_t* codes = scratch_of<int32_t>(P * lanes);
+  const FloatVector most = FloatVector{} + static_cast<float>((1 << packed.bits) - 1);
+  const auto code = [&](int64_t p, int64_t i, FloatVector from, FloatVector by, FloatVector inverted) TERSEKV_INLINE {
+    const FloatVector above = load_vector(rows.row(p) + i) - from,
+                      y = exact ? divided(above, by, inverted) : above / by;
+    store_vector(codes + p * lanes + i,
+                 call.middles ? nearest_entries(y, packed.bits, call.middles) : nearest_integers(y, most));
+  };
+  if (own) {
+    for (int64_t r = 0; r * group < P; r++)
+      for (int64_t i = 0; i < lanes; i += kVectorFloats) {
+        const FloatVector from = offset.lanes(r, i), by = scale.lanes(r, i), inverted = inverse.lanes(r, i);
+        for (int64_t p = r * group; p < (r + 1) * group; p++) code(p, i, from, by, inverted);
+      }
+  } else if (group % kVectorFloats == 0) {
+    for (int64_t p = 0; p < P; p++)
+      for (int64_t g = 0; g * group < L; g++) {
+        const FloatVector from = offset.of_row(p, g), by = scale.of_row(p, g), inverted = inverse.of_row(p, g);
+        for (int64_t i = g * group; i < (g + 1) * group; i += kVectorFloats) code(p, i, from, by, inverted);
+      }
+  } else {
+    for (int64_t p = 0; p < P; p++)
+      for (int64_t i = 0; i < lanes; i += kVectorFloats)
+        code(p, i, offset.mixed(p, i, group), scale.mixed(p, i, group), inverse.mixed(p, i, group));
   }
+  for (int64_t p = 0; p < P; p++)
+    for (int64_t i = L; i < lanes; i++) codes[p * lanes + i] = 0;
   pack_rows(codes, packed, block);
 }
 

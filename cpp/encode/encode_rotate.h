@@ -3,6 +3,7 @@
 #pragma once
 
 #include "encoders.h"
+#include "floats.h"
 #include "native_vectors.h"
 #include "unroll.h"
 
@@ -25,7 +26,14 @@ struct RotatedGroup {
     reset_scratch();
     turned = scratch(V * call.D);
     rows = scratch_of<double>(V * call.D);
-    transpose_vectors(call.x + first * call.D, call.D, n, call.D, V, turned);
+    const char* from = call.x + first * call.D * bytes_of(call.type);
+    const float* x = reinterpret_cast<const float*>(from);
+    if (call.type != Float::f32) {
+      float* floats = scratch(n * call.D);
+      to_floats(call.type, from, 1, n * call.D, floats);
+      x = floats;
+    }
+    transpose_vectors(x, call.D, n, call.D, V, turned);
     for (int64_t d = 0; d < call.D; d++) {
       const float* x = turned + (call.order ? call.order[d] : d) * V;
       const double sign = call.order ? call.signs[d] : 1.0;

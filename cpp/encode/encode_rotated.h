@@ -1,9 +1,8 @@
 // Sums over tokens times their cosines and sines, and tokens without a rotated mean, see kernels/rotated_mean.py.
 #pragma once
 
-#include "build.h"
 #include "encoders.h"
-#include "unroll.h"
+#include "floats.h"
 
 namespace tersekv {
 namespace {  // internal to each build of the encoders
@@ -13,13 +12,7 @@ constexpr int64_t kRotatedSummed = 128;
 
 // Write `n` tokens of a head as float32 rows.
 inline void float_rows(const TokenRows& x, int64_t head, int64_t first, int64_t n, float* to) {
-  with_type(x.type, [&](auto type) TERSEKV_INLINE {
-    for (int64_t t = 0; t < n; t++) {
-      const char* row = x.row(head, first + t);
-      for (int64_t d = 0; d < x.D; d += kLanes)
-        Lanes::store(to + t * x.D + d, Lanes::template load_as<type>(row + d * bytes_of(type)));
-    }
-  });
+  for (int64_t t = 0; t < n; t++) to_floats(x.type, x.row(head, first + t), 1, x.D, to + t * x.D);
 }
 
 // The sums of 16 channels of a head.

@@ -6,16 +6,17 @@
 
 namespace tersekv {
 
-// Blocks of t tokens of x [B, H, N·t, D]. Strides count elements.
+// Blocks of t tokens of x [B, H, N·t, D], of any float type. Strides count elements.
 struct TokenBlocks {
-  const float* data = nullptr;
+  const char* data = nullptr;
+  Float type = Float::f32;
   int64_t B = 0, H = 0, N = 0, t = 0, D = 0;
   int64_t stride_b = 0, stride_h = 0, stride_t = 0, stride_c = 0;
 
   int64_t count() const { return B * H * N; }
   int64_t elements() const { return count() * t * D; }
-  const float* block(int64_t i) const {
-    return data + i / N / H * stride_b + i / N % H * stride_h + i % N * t * stride_t;
+  const char* block(int64_t i) const {
+    return data + (i / N / H * stride_b + i / N % H * stride_h + i % N * t * stride_t) * bytes_of(type);
   }
 };
 
@@ -89,7 +90,8 @@ struct EncodePolar {
 // Vectors [rows, D] times a dense matrix, or times a Hadamard matrix in blocks of `block` channels,
 // after reordering and sign changes.
 struct Rotate {
-  const float* x = nullptr;
+  const char* x = nullptr;
+  Float type = Float::f32;
   int64_t rows = 0, D = 0;
   float* out = nullptr;
   const double* matrix = nullptr;  // [D, D]

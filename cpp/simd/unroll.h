@@ -60,8 +60,6 @@ void with_type(Float type, Body&& body) {
   }
 }
 
-constexpr int64_t bytes_of(Float type) { return type == Float::f32 ? 4 : 2; }
-
 // Call body(Index<rows>) for 1 to 4 rows.
 template <class Body>
 inline void with_rows(int64_t rows, Body&& body) {

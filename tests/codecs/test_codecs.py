@@ -68,6 +68,16 @@ def test_every_method_states_what_it_is(name):
 
 
 @pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_tokens_of_16_bits_have_the_bytes_of_their_float32_copy(name, dtype):
+    for codec in build(name, 80):
+        fitted, x = codec.fit(sample(80)), sample(80).to(dtype)
+        if codec.encodes_halves:
+            made, wanted = fitted.encode(x), fitted.encode(x.float())
+            assert all(torch.equal(made[key], plane) for key, plane in wanted.items())
+
+
+@pytest.mark.parametrize("name", methods())
 @pytest.mark.parametrize("D", HEAD_DIMS)
 def test_bytes_held_are_bits_declared(name, D):
     for codec in build(name, D):

@@ -57,6 +57,36 @@ def test_encode_grid(isa, number, side):  # noqa: F811
         same([encode.encode_grid(*call)], [encode_grid.encode_grid.reference(*call)])
 
 
+def in_halves(x, dtype):
+    """Return x in a dtype of 16 bits, in a slice of a larger tensor."""
+    wide = torch.zeros(*x.shape[:-1], x.shape[-1] + 3, dtype=dtype)
+    return wide[..., 2:-1].copy_(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", range(len(PLACES)), ids=IDS)
+def test_tokens_of_16_bits(isa, number, dtype):  # noqa: F811
+    for side in ("keys", "values"):
+        for x, *rest in grid_calls(number, side):
+            for halves in (in_halves(x, dtype), in_halves(x.mT, dtype).mT):
+                same([encode.encode_grid(halves, *rest)], [encode_grid.encode_grid.reference(halves.float(), *rest)])
+                same(encode.group_ranges(halves, rest[0]), encode_grid.group_ranges.reference(halves.float(), rest[0]))
+
+
+@pytest.mark.parametrize("axis", ["token", "channel"])
+def test_scales_of_any_size(isa, axis):  # noqa: F811
+    """Quotients are those of a division, also where 1 / scale or the quotient is infinite."""
+    sizes = torch.tensor([0, 1e-45, 1e-39, 2.0**-91, 2.0**-90, 1e-7, 0.3, 7, 1e20, 2.0**90, 2.0**91, 3e38])
+    more = torch.tensor([float("inf"), float("nan"), 1e-45, 3.4e38, 2.0**24, 0])
+    for scale in sizes.split(1):
+        x = torch.cat([*(scale * f for f in (0.5, 1, 1.5, 2.4999998, 6.5, 1e9, 1e30)), more])
+        x = torch.cat([x, -x]).repeat(40)[:1024].view(1, 1, 32, 32)
+        for side in ("keys", "values"):
+            for bits, table in ((3, None), (4, torch.linspace(-2, 9, 16)), (8, None)):
+                call = x, GridPlace(side, bits, axis, 32, 32), scale.view(1, 1, 1, 1, 1), None, table
+                same([encode.encode_grid(*call)], [encode_grid.encode_grid.reference(*call)])
+
+
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_rounding_of_halves(isa, bits):  # noqa: F811
     """Halves are rounded to the even integer and to the lower of two codebook entries; NaN gets the
@@ -117,6 +147,11 @@ def test_rotations(isa, D, kind):  # noqa: F811
     else:
         call = x, matrix, *hadamard_parts(D, 3, "cpu")
         close(encode.rotate_hadamard(*call), rotate.rotate_hadamard.reference(*call))
+    rotation = encode.rotate_dense if kind == "qr" else encode.rotate_hadamard
+    rest = (matrix,) if kind == "qr" else call[1:]
+    for dtype in (torch.float16, torch.bfloat16):
+        halves = in_halves(x, dtype)
+        same([rotation(halves, *rest)], [rotation(halves.float(), *rest)])
 
 
 def test_a_rotation_does_not_depend_on_the_batch(isa):  # noqa: F811

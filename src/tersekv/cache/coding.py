@@ -190,7 +190,8 @@ def encode(codec: Codec, tokens: Tokens, heads: HeadShard | None = None) -> Pack
         B, H, n, D = tokens.x.shape
         layout = codec.layout(D)
         return blank(layout, B, H, -(-n // layout.block_tokens), "meta")
-    x = codec_input(codec, tokens)
+    plain = codec.encodes_halves and tokens.angles is None
+    x = tokens.x if plain else codec_input(codec, tokens)
     missing = -x.shape[2] % codec.layout(x.shape[-1]).block_tokens
     if missing:
         x = torch.cat([x, x[:, :, -1:].expand(-1, -1, missing, -1)], dim=2)

@@ -64,8 +64,7 @@ class Codec(ABC):
     side: "keys" or "values".
     pre_rope: keys are coded before RoPE, which is applied when they are read. A recipe may set it
         for any method.
-    per_head: store nothing jointly for all heads of a token, because each head may keep other
-        tokens.
+    per_head: store nothing jointly for all heads of a token, because each head may keep other tokens.
     fitted: tensors that `fit` has computed.
     """
 
@@ -79,6 +78,9 @@ class Codec(ABC):
 
     takes_moments: ClassVar[bool] = False
     """True if calibration needs only sums over the corpus, see `fit_moments`."""
+
+    encodes_halves: ClassVar[bool] = False
+    """True if `encode` takes tokens of 16 bits, too, and returns what it returns for their float32 copy."""
 
     side: Side = field(default="keys", kw_only=True)
     pre_rope: bool = field(default=False, kw_only=True)
@@ -236,7 +238,7 @@ class Codec(ABC):
 
     @abstractmethod
     def encode(self, x: Tensor) -> PackedTensors:
-        """Encode x float32 [B, H, N·t, D] as packed tensors [B, H, N, ...], whole blocks only."""
+        """Encode x float32 [B, H, N·t, D], see `encodes_halves`, as packed tensors [B, H, N, ...] of whole blocks."""
 
     @classmethod
     def encode_all(cls, parts: Sequence[tuple[Any, slice, Tensor]]) -> list[PackedTensors]:
@@ -298,9 +300,7 @@ class Codec(ABC):
         return self.layout(head_dim).bits(head_dim, heads) + spread
 
     def select(self, rows: Tensor) -> Self:
-        """Return the codec for batch rows `rows` (int64), for example after beams were
-        reordered.
-        """
+        """Return the codec for batch rows `rows` (int64), for example after beams were reordered."""
         if not self.fitted:
             return self
         return dataclasses.replace(self, fitted={k: v.index_select(0, rows) for k, v in self.fitted.items()})

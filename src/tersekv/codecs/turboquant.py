@@ -96,6 +96,7 @@ class TurboQuant(OutlierChannels):
     calibration: prompt or corpus, from which fractional bits choose the outlier channels.
     """
 
+    encodes_halves: ClassVar[bool] = True
     rate_options: ClassVar[tuple[str, ...]] = ("bits", "variant", "rotation", "correct_norm", "orthogonal", "seed")
 
     bits: float = 4.0
@@ -168,7 +169,7 @@ class TurboQuant(OutlierChannels):
         return Grid(bits, self.side, "token", 0, False, part.dim) if bits else None
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """Encode x float32 [B, H, N·t, D] as packed tensors."""
+        """Encode x [B, H, N·t, D] of any float dtype as packed tensors."""
         whole = self._rotated(x)
         planes: PackedTensors = {}
         start = 0

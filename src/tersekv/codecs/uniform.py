@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from torch import Tensor
 
@@ -50,6 +50,8 @@ class Uniform(Codec):
     group: elements per range (channels or tokens).
     scales: dtype of scale and minimum, fp16 or bf16.
     """
+
+    encodes_halves: ClassVar[bool] = True
 
     bits: int = 4
     axis: Literal["token", "channel"] = "token"
@@ -107,7 +109,7 @@ class Uniform(Codec):
         return scale, round_scale(low, dtype, "a minimum")
 
     def encode(self, x: Tensor) -> PackedTensors:
-        """Encode x float32 [B, H, N·t, D] as packed tensors."""
+        """Encode x [B, H, N·t, D] of any float dtype as packed tensors."""
         grid = self.grid(x.shape[-1])
         if self._whole:
             scale, offset = (self.fitted[name][:, :, None, None] for name in ("scale", "offset"))

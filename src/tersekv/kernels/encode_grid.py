@@ -71,7 +71,7 @@ PLACE = "str side, int bits, str axis, int group, int block_tokens"
 
 def _fake_ranges(x: Tensor, *fields: Any) -> tuple[Tensor, Tensor]:
     shape = *x.shape[:2], *GridPlace(*fields).plane(*x.shape[2:])
-    return x.new_empty(shape), x.new_empty(shape)
+    return x.new_empty(shape, dtype=torch.float32), x.new_empty(shape, dtype=torch.float32)
 
 
 def _fake_codes(x: Tensor, *rest: Any) -> Tensor:
@@ -85,9 +85,9 @@ def _fake_codes(x: Tensor, *rest: Any) -> Tensor:
 
 @operator(f"(Tensor x, {PLACE}) -> (Tensor, Tensor)", _fake_ranges)
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest element of each group of x float32 [B, H, T, D]: two
+    """Return the smallest and the largest element of each group of x [B, H, T, D], of any float dtype: two
     planes, float32."""
-    groups = grouped(x, place)
+    groups = grouped(x.float(), place)
     return groups.amin(-1), groups.amax(-1)
 
 
@@ -98,7 +98,7 @@ def encode_grid(
     """Quantise (x − offset)/scale and pack the codes.
 
     Args:
-        x: float32 [B, H, T, D], T whole blocks, any strides.
+        x: [B, H, T, D] of any float dtype, T whole blocks, any strides.
         scale, offset: planes of any float dtype, or tensors that broadcast to them; None for 1 and
             0. A scale of 0 counts as 1.
         table: float32 [2**bits], ascending: the nearest entry, ties to the lower one. None: the
@@ -107,7 +107,7 @@ def encode_grid(
     Returns:
         int32 [B, H, N, lane groups, words, 16], see `lanes`.
     """
-    groups = grouped(x, place)
+    groups = grouped(x.float(), place)
     if offset is not None:
         groups = groups - offset.float().unsqueeze(-1)
     if scale is not None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tersekv.kernels.registry import like_first, operator
+from tersekv.kernels.registry import operator
 
 
-@operator("(Tensor x, Tensor matrix) -> Tensor", like_first)
+def _like_first(x: Tensor, *rest: Tensor) -> Tensor:
+    return torch.empty_like(x, dtype=torch.float32, memory_format=torch.contiguous_format)
+
+
+@operator("(Tensor x, Tensor matrix) -> Tensor", _like_first)
 def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
     """R·x, computed in float64 so that no code depends on how tokens are batched.
 
     Args:
-        x: float32 [..., D].
+        x: [..., D] of any float dtype.
         matrix: R, float32 [D, D].
 
     Returns:
@@ -28,7 +32,7 @@ def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
 
 @operator(
     "(Tensor x, Tensor matrix, Tensor order, Tensor signs) -> Tensor",
-    like_first,
+    _like_first,
 )
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
     """R·x for a random Hadamard rotation R.
@@ -37,7 +41,7 @@ def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> 
     multiplying.
 
     Args:
-        x: float32 [..., D].
+        x: [..., D] of any float dtype.
         matrix: R, float32 [D, D]; all nonzero elements have the same absolute value.
         order: int32 [D], the channel of x that is multiplied with column d of H.
         signs: float32 [D], ±1.

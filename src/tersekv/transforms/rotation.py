@@ -62,7 +62,7 @@ def split_rotation(first: int, D: int, seed: int, kind: RotationKind, device: st
 
 
 def rotated(x: Tensor, seed: int | None, kind: RotationKind) -> Tensor:
-    """Return R·x of `random_rotation` for x float32 [..., D].
+    """Return R·x of `random_rotation`, float32, for x [..., D] of any float dtype.
 
     The product is computed in float64, so that codes do not depend on how tokens are batched.
     """

@@ -63,7 +63,7 @@ def _numbers(place: GridPlace) -> tuple[int, ...]:
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """Compute the ranges of groups, see `kernels/encode_grid.py`: two planes, float32."""
     shape = _plane_shape(x, place)
-    low, high = x.new_empty(shape), x.new_empty(shape)
+    low, high = (x.new_empty(shape, dtype=torch.float32) for _ in range(2))
     cpu.loaded().group_ranges(
         x, _numbers(place), low, high, threads()
     )  # fmt: skip
@@ -132,19 +132,19 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
 
 @rotate.rotate_dense.by("cpu")
 def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
-    """Rotate by a dense matrix, see `kernels/rotate.py`: x float32 [..., D] to its shape."""
+    """Rotate by a dense matrix, see `kernels/rotate.py`: x [..., D] to float32 of its shape."""
     vectors, matrix = _vectors(x, "D"), matrix.contiguous()
-    out = vectors.new_empty(vectors.shape)
+    out = vectors.new_empty(vectors.shape, dtype=torch.float32)
     cpu.loaded().rotate_dense(vectors, matrix, out, threads())
     return out.view(x.shape)
 
 
 @rotate.rotate_hadamard.by("cpu")
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
-    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x float32 [..., D] to its
-    shape."""
+    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x [..., D] to
+    float32 of its shape."""
     vectors, parts = _vectors(x, "D"), [part.contiguous() for part in (matrix, order, signs)]
-    out = vectors.new_empty(vectors.shape)
+    out = vectors.new_empty(vectors.shape, dtype=torch.float32)
     cpu.loaded().rotate_hadamard(
         vectors, *parts, out, threads()
     )  # fmt: skip

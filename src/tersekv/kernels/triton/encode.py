@@ -56,8 +56,8 @@ def _why_not(x: Tensor, *more: Tensor | None) -> str | None:
 
 
 def _why_not_blocks(x: Tensor, place: GridPlace) -> str | None:
-    if x.dtype is not torch.float32:
-        return f"x is {x.dtype}, not float32"
+    if x.dtype not in _FLOATS:
+        return f"x is {x.dtype}, not float32, float16 or bfloat16"
     if x.dim() != 4 or x.shape[2] % place.block_tokens:
         return f"x is {list(x.shape)}, not [B, H, T, D] with T whole blocks of {place.block_tokens}"
     return None
@@ -107,8 +107,8 @@ def why_not_encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[
 
 def why_not_rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> str | None:
     """Return the reason why `rotate_hadamard` does not support this call, or None."""
-    if x.dtype is not torch.float32:
-        return f"x is {x.dtype}, not float32"
+    if x.dtype not in _FLOATS:
+        return f"x is {x.dtype}, not float32, float16 or bfloat16"
     return _why_not(x, matrix, order, signs)
 
 
@@ -118,6 +118,7 @@ def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
     """Compute the ranges of groups, see `kernels/encode_grid.py`: two planes, float32."""
     B, H, T, D = x.shape
     N, rows, columns = place.plane(T, D)
+    x = x.float()
     low, high = (x.new_empty((B, H, N, rows, columns)) for _ in range(2))
     if low.numel():
         _kernels().ranges[(B * H * N, -(-rows * columns // TILE))](
@@ -133,7 +134,7 @@ def encode_grid(
     x: Tensor, place: GridPlace, scale: Tensor | None, offset: Tensor | None, table: Tensor | None
 ) -> Tensor:
     """Encode to a grid, see `kernels/encode_grid.py`: int32 [B, H, N, lane groups, words, 16]."""
-    B, H, T, D = x.shape
+    x, (B, H, T, D) = x.float(), x.shape
     N, shape = T // place.block_tokens, (B, H, *place.plane(T, D))
     planes = [(x,) if p is None else _strided(p.expand(shape)) for p in (scale, offset)]
     kernels = _kernels()
@@ -194,15 +195,15 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
 @joins(rotate_operators.rotate_hadamard, unless=why_not_rotate_hadamard)
 @on_own_device
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
-    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x float32 [..., D] to its
-    shape."""
-    D, out = x.shape[-1], x.new_empty(x.shape)
+    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x [..., D] to
+    float32 of its shape."""
+    D, out = x.shape[-1], x.new_empty(x.shape, dtype=torch.float32)
     rows, block = math.prod(x.shape[:-1]), D & -D
     tile = max(1, TILE * 8 // block)
     if rows:
         _kernels().hadamard[(-(-rows // tile), D // block)](
-            out, x.contiguous(), matrix, order, signs, rows, D, ROWS=tile, BLOCK=block, LOG=block.bit_length() - 1,
-            num_warps=4,
+            out, x.float().contiguous(), matrix, order, signs, rows, D, ROWS=tile, BLOCK=block,
+            LOG=block.bit_length() - 1, num_warps=4,
         )  # fmt: skip
     return out
 
