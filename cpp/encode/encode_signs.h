@@ -45,11 +45,12 @@ void encode_sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int
   const float* x = call.x + (block * call.t + first) * D;
   transpose_vectors(x, D, n, D, kSketchLanes, rows);
   float unsure[kSketchLanes] = {};
-  int32_t nonzero[kSketchLanes] = {};  // sums of a zero vector are 0, and surely so
+  int32_t zero[kSketchLanes];  // sums of a zero vector are 0, and surely so
+  for (int64_t i = 0; i < kSketchLanes; i++) zero[i] = -1;
   for (int64_t d = 0; d < D; d++)
     for (int64_t i = 0; i < kSketchLanes; i++) {
       unsure[i] += rows[d * kSketchLanes + i] * rows[d * kSketchLanes + i];
-      nonzero[i] |= rows[d * kSketchLanes + i] != 0.0f ? 1 : 0;
+      zero[i] &= rows[d * kSketchLanes + i] == 0.0f ? -1 : 0;
     }
   for (int64_t i = 0; i < kSketchLanes; i++)
     unsure[i] = __builtin_sqrtf(unsure[i] + kLostSquares) * call.unsure + kLeastProduct;
@@ -62,11 +63,11 @@ void encode_sign_tile(const EncodeSigns& call, int64_t block, int64_t first, int
       for (int64_t i = 0; i < kSketchLanes; i++) {
         const float sum = sums[r * kSketchLanes + i], size = __builtin_fabsf(sum);
         byte[i] |= (sum >= 0.0f ? 1 : 0) << r;
-        again[i] |= ((size > unsure[i]) & (size < __builtin_inff()) ? 0 : nonzero[i]) << r;
+        again[i] |= ((size > unsure[i]) & (size < __builtin_inff()) ? 0 : 1) << r;
       }
     uint8_t* out = call.out + (block * ceil_div(call.M, 8) + m / 8) * call.t + first;
     for (int64_t i = 0; i < n; i++) {
-      for (int32_t left = again[i]; left; left &= left - 1) {
+      for (int32_t left = again[i] & ~zero[i]; left; left &= left - 1) {
         const int r = __builtin_ctz(left);
         byte[i] = (byte[i] & ~(1 << r)) | (positive(x + i * D, call.sketch + (m + r) * D, D) ? 1 : 0) << r;
       }
