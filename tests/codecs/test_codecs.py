@@ -67,14 +67,13 @@ def test_every_method_states_what_it_is(name):
     assert all(build(name, D) for D in HEAD_DIMS)
 
 
-@pytest.mark.parametrize("name", methods())
+@pytest.mark.parametrize("name", [name for name in methods() if any(codec.encodes_halves for codec in codecs(name))])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_tokens_of_16_bits_have_the_bytes_of_their_float32_copy(name, dtype):
-    for codec in build(name, 80):
-        fitted, x = codec.fit(sample(80)), sample(80).to(dtype)
-        if codec.encodes_halves:
-            made, wanted = fitted.encode(x), fitted.encode(x.float())
-            assert all(torch.equal(made[key], plane) for key, plane in wanted.items())
+    x = sample(80).to(dtype)
+    for codec in (codec.fit(x.float()) for codec in build(name, 80) if codec.encodes_halves):
+        made, wanted = codec.encode(x), codec.encode(x.float())
+        assert all(torch.equal(made[key], plane) for key, plane in wanted.items())
 
 
 @pytest.mark.parametrize("name", methods())

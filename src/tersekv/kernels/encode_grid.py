@@ -85,8 +85,10 @@ def _fake_codes(x: Tensor, *rest: Any) -> Tensor:
 
 @operator(f"(Tensor x, {PLACE}) -> (Tensor, Tensor)", _fake_ranges)
 def group_ranges(x: Tensor, place: GridPlace) -> tuple[Tensor, Tensor]:
-    """Return the smallest and the largest element of each group of x [B, H, T, D], of any float dtype: two
-    planes, float32."""
+    """Return two planes, float32: the least and the largest element of each group of x.
+
+    x: [B, H, T, D] of any float dtype.
+    """
     groups = grouped(x.float(), place)
     return groups.amin(-1), groups.amax(-1)
 

@@ -141,8 +141,7 @@ def rotate_dense(x: Tensor, matrix: Tensor) -> Tensor:
 
 @rotate.rotate_hadamard.by("cpu")
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
-    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x [..., D] to
-    float32 of its shape."""
+    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x [..., D] to float32 of its shape."""
     vectors, parts = _vectors(x, "D"), [part.contiguous() for part in (matrix, order, signs)]
     out = vectors.new_empty(vectors.shape, dtype=torch.float32)
     cpu.loaded().rotate_hadamard(

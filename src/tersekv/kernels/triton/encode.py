@@ -195,8 +195,7 @@ def encode_polar(x: Tensor, level_bits: Sequence[int], tables: Sequence[Tensor])
 @joins(rotate_operators.rotate_hadamard, unless=why_not_rotate_hadamard)
 @on_own_device
 def rotate_hadamard(x: Tensor, matrix: Tensor, order: Tensor, signs: Tensor) -> Tensor:
-    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x [..., D] to
-    float32 of its shape."""
+    """Rotate by a random Hadamard rotation, see `kernels/rotate.py`: x [..., D] to float32 of its shape."""
     D, out = x.shape[-1], x.new_empty(x.shape, dtype=torch.float32)
     rows, block = math.prod(x.shape[:-1]), D & -D
     tile = max(1, TILE * 8 // block)
