@@ -58,7 +58,8 @@ struct Plane {
   int64_t stride_b = 0, stride_h = 0, stride_n = 0;
 };
 
-constexpr int kLutBits = 4;  // of codes that are multiplied by tables in registers; codes of more bits are decoded
+constexpr int64_t kGridRows = 8;  // most query rows of one product with a grid
+constexpr int kLutBits = 4;       // of codes that are multiplied by tables in registers; codes of more bits are decoded
 
 // Keys or values of a packed segment as a matrix [P, L] per block: keys have P = D, L = t; values P
 // = t, L = Dv.
@@ -77,6 +78,9 @@ struct GridView {
   const float* entries = nullptr;
   float unit = 1.0f, middle = 0.0f;
 };
+
+// True if the words are whole units, see CodeUnit. Kernels in integers need it.
+static inline bool has_whole_units(const GridView& view) { return view.bits != 3 || view.words % 3 == 0; }
 
 // One block of a GridView.
 struct Block {
@@ -234,6 +238,13 @@ struct Pages {
   int64_t stride_b = 0, tokens = 0;
 };
 
+// The tile registers of AMX. A thread configures them before its first product of a task and releases them after its
+// last. Tiles 0 to 5 have so many rows, at most 16, tiles 6 and 7 have 16; rows have 64 bytes.
+struct TileRegisters {
+  void (*configure)(int64_t rows);
+  void (*release)();
+};
+
 // Attention of one query over one segment. tokens_per_unit: the driver splits tokens at multiples
 // of it, because both views can be read in these units.
 struct Call {
@@ -258,8 +269,10 @@ struct Call {
   int64_t start_mean = 0;              // number of the mean that they are of
   const Marks* start_marks = nullptr;  // of the call's tokens
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
+  int64_t grid_rows = 0;                     // most rows that grid_product takes
   bool rounds = false;                       // grid_product multiplies in bfloat16
   const RowProduct* rounded_rows = nullptr;  // products in bfloat16 with tiles; null: none
+  const TileRegisters* registers = nullptr;  // that grid_product and rounded_rows need; null: none
   const TrellisKernel* trellis = nullptr;
   const PolarKernel* polar = nullptr;
   const RopeKernel* rope = nullptr;
@@ -337,13 +350,15 @@ struct Kernels {
   void (*mean_scores)(const MeanScores&, const Task&);       // of positions [task.first, task.last)
   void (*decode)(const Decode&, int64_t task);
   GridFn (*grid_product)(const GridView&, int rows);
-  bool rounds;  // grid_product multiplies in bfloat16
+  int64_t grid_rows;  // most rows that grid_product takes, at most kGridRows
+  bool rounds;        // grid_product multiplies in bfloat16
   const RowProduct* rounded_rows;
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
   void (*basis_product)(const BasisProduct&, int64_t task);
-  const TrellisKernel* trellis;  // null: trellis.h is used
-  const PolarKernel* polar;      // null: polar.h is used
-  const RopeKernel* rope;        // null: roped_grid.h and rotated_mean.h are used
+  const TrellisKernel* trellis;    // null: trellis.h is used
+  const PolarKernel* polar;        // null: polar.h is used
+  const RopeKernel* rope;          // null: roped_grid.h and rotated_mean.h are used
+  const TileRegisters* registers;  // that grid_product and rounded_rows need; null: none
 };
 
 // Return 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.

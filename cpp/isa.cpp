@@ -42,9 +42,9 @@ bool has_avx512bf16() {
 
 #if TERSEKV_AMX
 bool has_amx() {
-  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24;
+  constexpr unsigned kBf16 = 1u << 22, kTile = 1u << 24, kInt8 = 1u << 25, kAll = kBf16 | kTile | kInt8;
   unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kBf16) && (d & kTile);
+  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & kAll) == kAll;
 }
 
 // Linux lets a process use the tiles' registers when it asks for them.
@@ -85,7 +85,7 @@ const Kernels& kernels_avx512bf16() {
 }
 
 #if TERSEKV_AMX
-// Tiles of tokens are multiplied in bfloat16 by AMX.
+// Tiles of tokens are multiplied in bfloat16 by AMX, grids of up to 4 bits in integers.
 const Kernels& kernels_amx() {
   static const RowProduct rows = [] {
     RowProduct own = row_product_amx();
@@ -95,7 +95,10 @@ const Kernels& kernels_amx() {
   }();
   static const Kernels kernels = [] {
     Kernels own = with_integers("amx");
+    own.grid_product = grid_product_amx;
+    own.grid_rows = kGridRows;
     own.rounded_rows = &rows;
+    own.registers = &tile_registers_amx();
     return own;
   }();
   return kernels;
@@ -123,9 +126,10 @@ std::vector<Isa> detect() {
   std::vector<Isa> all;
 #if TERSEKV_AMX
   std::string amx = vnni;
-  need(amx, has_amx(), "amx_bf16");
+  need(amx, has_amx(), "amx_tile, amx_bf16, amx_int8");
+  need(amx, has(kVbmi | kVbmi2), "avx512_vbmi, avx512_vbmi2");
   need(amx, has_avx512bf16(), "avx512_bf16");
-  if (amx.empty()) need(amx, may_use_tiles(), "amx_bf16, which this process may not use");
+  if (amx.empty()) need(amx, may_use_tiles(), "amx_tile, which this process may not use");
   all.push_back({&kernels_amx(), amx});
 #endif
   all.insert(all.end(), {{&kernels_avx512bf16(), bf16}, {&kernels_avx512vnni(), vnni}});

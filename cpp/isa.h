@@ -16,6 +16,7 @@ GridFn grid_product_baseline(const GridView& view, int rows);
 GridFn grid_product_avx2(const GridView& view, int rows);
 GridFn grid_product_avx512(const GridView& view, int rows);
 GridFn grid_product_vbmi(const GridView& view, int rows);
+GridFn grid_product_amx(const GridView& view, int rows);
 GridFn grid_product_avx512bf16(const GridView& view, int rows);
 
 // Kernels with integer products; null if the CPU lacks VBMI, VBMI2 or VNNI.

@@ -14,10 +14,16 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kLeastTileTokens = 64;
 
-// Call body(row, rows) for tiles of at most four rows; tiles are as equal in size as possible.
+// Number of rows that are multiplied with a view at once; the parts of all rows are as equal in size as possible.
+inline int64_t row_tile(const Call& call, const View& view, int64_t rows) {
+  const bool grid = view.kind == Kind::grid && view.grid.bits <= kLutBits && has_whole_units(view.grid);
+  const int64_t most = grid ? call.grid_rows : kRowTile;
+  return ceil_div(rows, ceil_div(rows, most));
+}
+
+// Call body(row, rows) for parts of so many rows.
 template <class Body>
-void row_tiles(int64_t rows, Body&& body) {
-  const int64_t size = ceil_div(rows, ceil_div(rows, kRowTile));
+void row_tiles(int64_t rows, int64_t size, Body&& body) {
   for (int64_t row = 0; row < rows; row += size) body(row, rows - row < size ? rows - row : size);
 }
 
@@ -260,7 +266,7 @@ void attend_tiles(const Part* parts, int64_t count) {
   for (int64_t i = 0; i < count; i++)
     if (const int64_t own = tile_tokens(*parts[i].call); own > most) most = own;
   const Workspace w(any, parts->task, most, least(kTileRows, parts->task.rows), scaling);
-  const ProductScope products(tile_product(any));
+  const TileScope tiles(rounds_tiles(any) ? any.registers : nullptr, kLanes);
   for (int64_t i = 0; i < count; i++) {
     const Part& part = parts[i];
     if (part.task.first == part.task.last) continue;
@@ -293,6 +299,8 @@ void attend_task(const Part* parts, int64_t count) {
   key_layout.prepare(keys);
   value_layout.prepare(values);
   const bool dense = call.keys->kind == Kind::exact && call.values->kind == Kind::exact;
+  const int64_t key_rows = row_tile(call, *call.keys, task.rows), value_rows = row_tile(call, *call.values, task.rows);
+  const TileScope tiles(dense ? nullptr : call.registers, 2 * (key_rows > value_rows ? key_rows : value_rows));
   const int64_t end = task.last * unit;
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
     const Chunk now(call, task, t0, end, chunk);
@@ -308,13 +316,13 @@ void attend_task(const Part* parts, int64_t count) {
       const Chunk next(call, task, t1, end, chunk);
       if (next.there) later = {0, 0, t1 + next.shift, next.t1 + next.shift};
     }
-    row_tiles(task.rows, [&](int64_t row, int64_t rows) {
+    row_tiles(task.rows, key_rows, [&](int64_t row, int64_t rows) {
       float* score = w.score + row * w.score_stride;
       for (int64_t r = 0; r < rows; r++) start_scores(call, task, row + r, from, to, score + r * w.score_stride);
       key_layout.add_scores(keys, {row, rows, first, last}, score, w.score_stride);
     });
     if (!w.weigh_chunk<S>(call, task, 0, task.rows, from, to - from, 1.0f)) continue;
-    row_tiles(task.rows, [&](int64_t row, int64_t rows) {
+    row_tiles(task.rows, value_rows, [&](int64_t row, int64_t rows) {
       value_layout.add_sums(values, {row, rows, first, last}, w.score + row * w.score_stride, w.score_stride);
     });
   }
@@ -326,8 +334,9 @@ template <class S>
 constexpr Kernels kernels_of(GridFn (*grid_product)(const GridView&, int rows),
                              decltype(Kernels::encode_trellis) encode_trellis,
                              decltype(Kernels::basis_product) basis_product) {
-  return {S::kName, S::kNsPerProduct, attend_task<S>, merge_rows<S>, mean_scores<S>, decode_task<S>, grid_product,
-          false,    nullptr,          encode_trellis, basis_product, nullptr,        nullptr,        nullptr};
+  return {S::kName,     S::kNsPerProduct, attend_task<S>, merge_rows<S>, mean_scores<S>, decode_task<S>,
+          grid_product, kRowTile,         false,          nullptr,       encode_trellis, basis_product,
+          nullptr,      nullptr,          nullptr,        nullptr};
 }
 
 }  // namespace

@@ -269,8 +269,10 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   for (Call& call : calls) {
     call.id = ++numbers;
     call.grid_product = current().grid_product;
+    call.grid_rows = current().grid_rows;
     call.rounds = current().rounds;
     call.rounded_rows = current().rounded_rows;
+    call.registers = current().registers;
     call.trellis = current().trellis;
     call.rope = current().rope;
     call.polar = current().polar;

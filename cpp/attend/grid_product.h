@@ -197,11 +197,11 @@ struct GridProduct {
   }
 };
 
-// Return the product function for one to four rows.
-template <class S>
+// Return the product function for one to MOST rows.
+template <class S, int MOST>
 GridFn product_of(const GridView& view, int rows) {
   GridFn found = nullptr;
-  with_rows(rows, [&](auto count) {
+  with_rows<MOST>(rows, [&](auto count) {
     using P = GridProduct<S, count>;
     found = view.lane_scaled          ? P::lane_scaled
             : view.half == Float::f16 ? P::template packed_scaled<Float::f16>

@@ -125,73 +125,73 @@ struct Finish {
   int64_t blocks = 1, code_step = 0, y_step = 0, coef_step = 0, shift_step = 0, scale_step = 0, offset_step = 0;
 };
 
+// Add sums of lane group `group` of block n.
+template <class S, int R>
+[[gnu::always_inline]] inline void finish_group(const Finish<S>& finish, int64_t n, int64_t group,
+                                                const typename S::F (&sum)[R]) {
+  using F = typename S::F;
+  float* y = finish.y + n * finish.y_step + group * kLanes;
+  if (finish.scale) {
+    const int64_t lane = group * kLanes, left = finish.lanes - lane;
+    const F s = load_half_n<S>(finish.half, finish.scale + n * finish.scale_step + lane, left);
+    const F added =
+        finish.offset ? load_half_n<S>(finish.half, finish.offset + n * finish.offset_step + lane, left) : S::zero();
+    const F o = S::fma(s, S::set1(finish.middle), added), by = S::mul(s, S::set1(finish.unit));
+    repeat<R>([&](auto r) TERSEKV_INLINE {
+      float* out = y + r * finish.y_stride;
+      const F total = S::set1(finish.total[r * finish.total_stride]);
+      S::store(out, S::fma(sum[r], by, S::fma(total, o, S::load(out))));
+    });
+    return;
+  }
+  const F* shift = finish.shift + n * finish.shift_step;
+  repeat<R>([&](auto r) TERSEKV_INLINE {
+    float* out = y + r * finish.y_stride;
+    S::store(out, S::add(S::load(out), S::add(sum[r], shift[r])));
+  });
+}
+
 // Compute sums over `codes` for lane groups [from, to), and add them to y as `finish` says. The coefficients may be
 // changed.
 template <class S, int BITS, int R>
-[[gnu::noinline]] void lut_groups(const void* made, Codes codes, float* coef, int64_t coef_stride, int64_t from,
-                                  int64_t to, Prefetch& later, const Finish<S>& finish) {
-  using F = typename S::F;
-  const auto table = *static_cast<const typename S::template Table<BITS>*>(made);
-  const int64_t runs = codes.count * (finish.coef_step ? finish.blocks : 1);
-  Coefs<S, R> coefs(coef, coef_stride, runs * packed_slots(BITS, codes.words), !finish.y_step);
-  int64_t at = from;
-  float* first = finish.y;
-  const F* shift = finish.shift;
-  const uint16_t *scale = finish.scale, *offset = finish.offset;
-  auto run = [&](auto count) TERSEKV_INLINE {
-    constexpr int NG = count;
-    Codes here = codes;
-    here.data += at * codes.group_stride;
-    LutSums<S, BITS, R, NG> acc(table, here, coefs, later);
-    float* y = first + at * kLanes;
-    if (scale) {
-      repeat<NG>([&](auto g) TERSEKV_INLINE {
-        const int64_t lane = (at + g) * kLanes, left = finish.lanes - lane;
-        const F s = load_half_n<S>(finish.half, scale + lane, left);
-        const F added = offset ? load_half_n<S>(finish.half, offset + lane, left) : S::zero();
-        const F o = S::fma(s, S::set1(finish.middle), added), by = S::mul(s, S::set1(finish.unit));
-        repeat<R>([&](auto r) TERSEKV_INLINE {
-          float* out = y + r * finish.y_stride + g * kLanes;
-          const F total = S::set1(finish.total[r * finish.total_stride]);
-          S::store(out, S::fma(acc.sum[0][g][r], by, S::fma(total, o, S::load(out))));
-        });
-      });
-    } else {
-      repeat<R>([&](auto r) TERSEKV_INLINE {
-        repeat<NG>([&](auto g) TERSEKV_INLINE {
-          float* out = y + r * finish.y_stride + g * kLanes;
-          S::store(out, S::add(S::load(out), S::add(acc.sum[0][g][r], shift[r])));
-        });
-      });
-    }
-    at += NG;
-  };
-  for (int64_t n = 0; n < finish.blocks; n++) {
-    for (at = from; at < to;) {
-      if constexpr (S::max_groups(R) >= 4) {
-        if (to - at >= 4) {
-          run(Index<4>{});
-          continue;
+struct LutGroups {
+  [[gnu::noinline]] static void add(const void* made, Codes codes, float* coef, int64_t coef_stride, int64_t from,
+                                    int64_t to, Prefetch& later, const Finish<S>& finish) {
+    const auto table = *static_cast<const typename S::template Table<BITS>*>(made);
+    const int64_t runs = codes.count * (finish.coef_step ? finish.blocks : 1);
+    Coefs<S, R> coefs(coef, coef_stride, runs * packed_slots(BITS, codes.words), !finish.y_step);
+    int64_t n = 0, at = from;
+    auto run = [&](auto count) TERSEKV_INLINE {
+      constexpr int NG = count;
+      Codes here = codes;
+      here.data += at * codes.group_stride;
+      const LutSums<S, BITS, R, NG> acc(table, here, coefs, later);
+      repeat<NG>([&](auto g) TERSEKV_INLINE { finish_group<S, R>(finish, n, at + g, acc.sum[0][g]); });
+      at += NG;
+    };
+    for (; n < finish.blocks; n++) {
+      for (at = from; at < to;) {
+        if constexpr (S::max_groups(R) >= 4) {
+          if (to - at >= 4) {
+            run(Index<4>{});
+            continue;
+          }
         }
-      }
-      if constexpr (S::max_groups(R) >= 2) {
-        if (to - at >= 2) {
-          run(Index<2>{});
-          continue;
+        if constexpr (S::max_groups(R) >= 2) {
+          if (to - at >= 2) {
+            run(Index<2>{});
+            continue;
+          }
         }
+        run(Index<1>{});
       }
-      run(Index<1>{});
+      codes.data += finish.code_step;
+      coefs.data += finish.coef_step;
     }
-    codes.data += finish.code_step;
-    coefs.data += finish.coef_step;
-    first += finish.y_step;
-    shift += finish.shift_step;
-    if (scale) scale += finish.scale_step;
-    if (offset) offset += finish.offset_step;
   }
-}
+};
 
-// lut_groups for one bit width and number of rows, with its table.
+// LutGroups for one bit width and number of rows, with its table.
 template <class S, int R>
 class Lut {
  public:
@@ -213,11 +213,11 @@ class Lut {
     using Table = typename S::template Table<BITS>;
     static_assert(sizeof(Table) <= sizeof(table_));
     new (table_) Table(view.entries);
-    run_ = lut_groups<S, BITS, R>;
+    run_ = LutGroups<S, BITS, R>::add;
   }
 
   alignas(64) char table_[64];
-  decltype(&lut_groups<S, 1, R>) run_;
+  decltype(&LutGroups<S, 1, R>::add) run_;
 };
 
 }  // namespace

@@ -26,28 +26,26 @@ struct RowProduct {
                    bool add, float* words, float* out, int64_t out_stride);
   // Most keys and values, in elements, and most tokens that are decoded at a time.
   int64_t tile_elements = 1 << 15, tile_tokens = 256;
-  // Called before a thread's first product of a task, and after its last one. Null: nothing to do.
-  void (*begin)() = nullptr;
-  void (*end)() = nullptr;
 };
 
-// Calls `begin` and `end`.
-struct ProductScope {
-  const RowProduct& of;
-  explicit ProductScope(const RowProduct& product) : of(product) {
-    if (of.begin) of.begin();
+// Configures the tile registers, if there are some, and releases them.
+struct TileScope {
+  const TileRegisters* of;
+  TileScope(const TileRegisters* registers, int64_t rows) : of(registers) {
+    if (of) of->configure(rows);
   }
-  ~ProductScope() {
-    if (of.end) of.end();
+  ~TileScope() {
+    if (of) of->release();
   }
-  ProductScope(const ProductScope&) = delete;
-  ProductScope& operator=(const ProductScope&) = delete;
+  TileScope(const TileScope&) = delete;
+  TileScope& operator=(const TileScope&) = delete;
 };
 
 const RowProduct& row_product_baseline();
 const RowProduct& row_product_avx2();
 const RowProduct& row_product_avx512();
 const RowProduct& row_product_avx512bf16();
+const TileRegisters& tile_registers_amx();
 const RowProduct& row_product_amx();  // without functions that pack: they are those of AVX512-BF16
 
 }  // namespace tersekv

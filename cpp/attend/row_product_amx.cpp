@@ -16,21 +16,18 @@ struct alignas(64) Config {
   uint8_t rows[16] = {};
 };
 
-// All eight tiles have all rows, so that one configuration serves a whole task: loading one takes as long as products
-// of a tenth of a tile of tokens.
-void begin() {
-  static constexpr Config all = [] {
-    Config made;
-    for (int i = 0; i < 8; i++) {
-      made.row_bytes[i] = kWords * sizeof(float);
-      made.rows[i] = kRows;
-    }
-    return made;
-  }();
-  _tile_loadconfig(&all);
+// One configuration serves a whole task: loading one takes as long as products of a tenth of a tile of tokens.
+void configure(int64_t rows) {
+  Config made;
+  for (int i = 0; i < 8; i++) {
+    made.row_bytes[i] = kWords * sizeof(float);
+    made.rows[i] = static_cast<uint8_t>(i < 6 ? rows : kRows);
+  }
+  asm volatile("" : : "r"(&made) : "memory");  // the intrinsic of GCC 12 does not say that it reads all of it
+  _tile_loadconfig(&made);
 }
 
-void end() { _tile_release(); }
+void release() { _tile_release(); }
 
 // out[r][n] (+)= Σ a·b for 16 or 32 rows and one or two vectors of columns. Strides in bytes; `words` counts pairs of
 // k.
@@ -121,7 +118,12 @@ void multiply(const float* a, int64_t a_stride, int64_t rows, int64_t K, const P
 
 const RowProduct& row_product_amx() {
   // CPUs with AMX have an L2 cache of 2 MB. A constant, because every CPU calls this, and the file is compiled for AMX.
-  static constexpr RowProduct made{nullptr, nullptr, multiply, 1 << 18, 1024, begin, end};
+  static constexpr RowProduct made{nullptr, nullptr, multiply, 1 << 18, 1024};
+  return made;
+}
+
+const TileRegisters& tile_registers_amx() {
+  static constexpr TileRegisters made{configure, release};
   return made;
 }
 

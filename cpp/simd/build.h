@@ -7,6 +7,8 @@
 #include "simd_avx512bf16.h"
 #elif TERSEKV_vbmi
 #include "simd_vbmi.h"
+#elif TERSEKV_amx
+#include "simd_amx.h"
 #elif TERSEKV_avx512
 #include "bytes_avx512.h"
 #elif TERSEKV_avx2
@@ -20,6 +22,8 @@ namespace tersekv {
 using Lanes = Avx512Bf16;
 #elif TERSEKV_vbmi
 using Lanes = Avx512Vbmi;
+#elif TERSEKV_amx
+using Lanes = Avx512Amx;
 #elif TERSEKV_avx512
 using Lanes = Avx512Bytes;
 #elif TERSEKV_avx2

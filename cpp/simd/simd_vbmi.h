@@ -11,13 +11,6 @@ struct Avx512Vbmi : Avx512Bytes {
   using Coef = uint16_t;
   static constexpr int max_groups(int rows) { return rows > 2 ? 2 : 4; }  // each has two sums per row
 
-  // True if each entry is its own number, as for integers.
-  static bool holds_codes(const float* table, int bits) {
-    for (int i = 0; i < 1 << bits; i++)
-      if (table[i] != static_cast<float>(i)) return false;
-    return true;
-  }
-
   template <int BITS>
   struct Table {
     explicit Table(const float*) {}

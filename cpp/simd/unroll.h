@@ -60,19 +60,12 @@ void with_type(Float type, Body&& body) {
   }
 }
 
-// Call body(Index<rows>) for 1 to 4 rows.
-template <class Body>
-inline void with_rows(int64_t rows, Body&& body) {
-  switch (rows) {
-    case 1:
-      return body(Index<1>{});
-    case 2:
-      return body(Index<2>{});
-    case 3:
-      return body(Index<3>{});
-    default:
-      return body(Index<4>{});
-  }
+// Call body(Index<rows>) for 1 to MOST rows.
+template <int MOST = kRowTile, int ROWS = 1, class Body>
+[[gnu::always_inline]] inline void with_rows(int64_t rows, Body&& body) {
+  if constexpr (ROWS < MOST)
+    if (rows > ROWS) return with_rows<MOST, ROWS + 1>(rows, body);
+  body(Index<ROWS>{});
 }
 
 }  // namespace
