@@ -1,5 +1,5 @@
-// The micro-kernel of lut.h in integers with AMX, see simd_amx.h. Tiles 0 to 3 are sums, tile 4 has the coefficients of
-// all rows, tiles 6 and 7 have codes or table entries. A product with one row takes as long as one with sixteen.
+// The micro-kernel of lut.h in integers with AMX, see simd_amx.h. Tiles 0 to 3 are sums, tiles 4 and 5 have the
+// coefficients of all rows, tiles 6 and 7 codes or table entries. A product with one row takes as long as with sixteen.
 #pragma once
 
 #include "lut_bytes.h"
