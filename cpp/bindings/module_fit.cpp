@@ -8,6 +8,7 @@
 #include <numeric>
 #include <vector>
 
+#include "isa.h"
 #include "rounding.h"
 #include "run_blocks.h"
 
@@ -216,66 +217,99 @@ void py_fitted_basis(nb::handle covariance, nb::handle metric, nb::handle channe
   if (call.heads * call.D > 0) run_blocks(encoders().fit_basis, call, call.heads, cubes, threads);
 }
 
-// query [heads, R, D], keys [B, H, T, D], values [B, H, T, Dv], mask bool [masks, q, T], counts [1 or B, T], sinks
-// [H, R] or None; of_keys and of_values [heads, T], shares [heads, R]. All but keys and values are contiguous, and
-// float32 but for the mask.
+// query [heads, R, D], keys of any float type [B, H, T, D], mask bool [1 or B, q, T] or None, sinks [H, R] or None. All
+// but keys are contiguous, and float32 but for the mask.
+ObservedLoss observed_rows(nb::handle query, nb::handle keys, nb::handle mask, nb::handle sinks, double scaling,
+                           double softcap) {
+  ObservedLoss call;
+  call.keys = token_rows("keys", keys);
+  const Tensor q = tensor_of("query", query, kFloat32), seen = optional_tensor("mask", mask, kBool),
+               logits = optional_tensor("sinks", sinks, kFloat32);
+  if (q.dims != 3) fail("query: ", "expected three dimensions");
+  if (q.shape[0] * q.shape[1] * call.keys.T == 0) throw NotTaken("there are no rows or no tokens");
+  call.heads = q.shape[0];
+  call.H = call.keys.H;
+  call.R = q.shape[1];
+  call.D = q.shape[2];
+  call.T = call.keys.T;
+  expect("", "query", q, {{"heads", call.keys.B * call.H}, {"R", call.R}, {"D", call.keys.D}}, 0);
+  if (seen.given()) {
+    if (seen.dims != 3) fail("mask: ", "expected three dimensions");
+    call.masks = seen.shape[0];
+    call.q = seen.shape[1];
+    if (call.masks != 1 && call.masks != call.keys.B)
+      fail("mask: ", "expected 1 or " + std::to_string(call.keys.B) + " batch rows");
+    if (call.q < 1 || call.R % call.q) fail("mask: ", "expected positions that divide the rows of the query");
+    expect("", "mask", seen, {{"masks", call.masks}, {"q", call.q}, {"T", call.T}}, 0);
+    call.mask = seen.as<uint8_t>();
+  }
+  if (logits.given()) {
+    expect("", "sinks", logits, {{"H", call.H}, {"R", call.R}}, 0);
+    call.sinks = logits.as<float>();
+  }
+  call.query = q.as<float>();
+  call.scaling = static_cast<float>(scaling);
+  call.softcap = static_cast<float>(softcap);
+  return call;
+}
+
+// Set `to` to the sums of a head's tasks, in their order, which are `from` [heads, tasks, T].
+void add_tasks(const ObservedLoss& call, const float* from, float* to) {
+  const int64_t tasks = call.tasks_of_head();
+  for (int64_t i = 0; i < call.heads * call.T; i++) {
+    to[i] = 0.0f;
+    for (int64_t task = 0; task < tasks; task++) to[i] += from[(i / call.T * tasks + task) * call.T + i % call.T];
+  }
+}
+
+// values of any float type [B, H, T, Dv], counts [1 or B, T]; of_keys and of_values [heads, T], shares [heads, R].
 void py_observed_loss(nb::handle query, nb::handle keys, nb::handle values, nb::handle mask, nb::handle counts,
                       nb::handle sinks, double scaling, double softcap, nb::handle of_keys, nb::handle of_values,
                       nb::handle shares, int threads) {
-  ObservedLoss call;
-  call.keys = token_rows("keys", keys);
+  ObservedLoss call = observed_rows(query, keys, mask, sinks, scaling, softcap);
   call.values = token_rows("values", values);
-  const Tensor q = tensor_of("query", query, kFloat32), seen = tensor_of("mask", mask, kBool),
-               coded = tensor_of("counts", counts, kFloat32), logits = optional_tensor("sinks", sinks, kFloat32),
-               first = tensor_of("of_keys", of_keys, kFloat32), second = tensor_of("of_values", of_values, kFloat32),
-               sums = tensor_of("shares", shares, kFloat32);
-  for (const auto& [name, tensor] : {std::pair{"query", &q}, std::pair{"mask", &seen}})
-    if (tensor->dims != 3) fail(std::string(name) + ": ", "expected three dimensions");
+  const Tensor coded = tensor_of("counts", counts, kFloat32), first = tensor_of("of_keys", of_keys, kFloat32),
+               second = tensor_of("of_values", of_values, kFloat32), sums = tensor_of("shares", shares, kFloat32);
   if (coded.dims != 2) fail("counts: ", "expected [1 or B, T]");
-  if (q.shape[0] * q.shape[1] * call.values.T == 0) throw NotTaken("there are no rows or no tokens");
-  call.heads = q.shape[0];
-  call.H = call.values.H;
-  call.R = q.shape[1];
-  call.D = q.shape[2];
-  call.T = call.values.T;
   call.Dv = call.values.D;
-  call.masks = seen.shape[0];
-  call.q = seen.shape[1];
   call.of_counts = coded.shape[0];
-  const int64_t B = call.values.B;
-  for (const int64_t of : {call.masks, call.of_counts})
-    if (of != 1 && of != B) fail("mask or counts: ", "expected 1 or " + std::to_string(B) + " batch rows");
-  if (call.q < 1 || call.R % call.q) fail("mask: ", "expected positions that divide the rows of the query");
-  expect("", "query", q, {{"heads", B * call.H}, {"R", call.R}, {"D", call.keys.D}}, 0);
-  if (call.keys.B != B || call.keys.H != call.H || call.keys.T != call.T)
-    fail("keys: ", "expected as many batch rows, heads and tokens as of values");
-  expect("", "mask", seen, {{"masks", call.masks}, {"q", call.q}, {"T", call.T}}, 0);
+  const int64_t B = call.keys.B;
+  if (call.of_counts != 1 && call.of_counts != B) fail("counts: ", "expected 1 or " + std::to_string(B) + " rows");
+  if (call.values.B != B || call.values.H != call.H || call.values.T != call.T)
+    fail("values: ", "expected as many batch rows, heads and tokens as of keys");
   expect("", "counts", coded, {{"B", call.of_counts}, {"T", call.T}}, 0);
-  if (logits.given()) expect("", "sinks", logits, {{"H", call.H}, {"R", call.R}}, 0);
   for (const auto& [name, tensor] : {std::pair{"of_keys", &first}, std::pair{"of_values", &second}})
     expect("", name, *tensor, {{"heads", call.heads}, {"T", call.T}}, 0);
   expect("", "shares", sums, {{"heads", call.heads}, {"R", call.R}}, 0);
-  call.query = q.as<float>();
-  call.mask = seen.as<uint8_t>();
   call.counts = coded.as<float>();
-  call.sinks = logits.given() ? logits.as<float>() : nullptr;
-  call.scaling = static_cast<float>(scaling);
-  call.softcap = static_cast<float>(softcap);
   call.shares = output<float>(sums);
   const double products =
       static_cast<double>(call.heads * call.R) * static_cast<double>(call.T * (call.D + 2 * call.Dv));
-  // Each task has sums of its own, which are added in order.
-  const int64_t tasks = call.tasks_of_head();
-  std::vector<float> parts(2 * call.heads * tasks * call.T);
+  const int64_t tasks = call.heads * call.tasks_of_head();
+  std::vector<float> parts(2 * tasks * call.T);
   call.of_keys = parts.data();
-  call.of_values = parts.data() + call.heads * tasks * call.T;
-  run_blocks(encoders().observed_loss, call, call.heads * tasks, 0.03 * products, threads);
-  for (const auto& [to, from] :
-       {std::pair{output<float>(first), call.of_keys}, std::pair{output<float>(second), call.of_values}})
-    for (int64_t i = 0; i < call.heads * call.T; i++) {
-      to[i] = 0.0f;
-      for (int64_t task = 0; task < tasks; task++) to[i] += from[(i / call.T * tasks + task) * call.T + i % call.T];
-    }
+  call.of_values = parts.data() + tasks * call.T;
+  run_blocks(encoders().observed_loss, call, tasks, 0.03 * products, threads);
+  add_tasks(call, call.of_keys, output<float>(first));
+  add_tasks(call, call.of_values, output<float>(second));
+}
+
+// out [heads, T]. Scores of bfloat16 keys are multiplied in bfloat16 where the CPU does.
+void py_squared_weights(nb::handle query, nb::handle keys, nb::handle mask, nb::handle sinks, double scaling,
+                        double softcap, nb::handle out, int threads) {
+  ObservedLoss call = observed_rows(query, keys, mask, sinks, scaling, softcap);
+  const Tensor sums = tensor_of("out", out, kFloat32);
+  expect("", "out", sums, {{"heads", call.heads}, {"T", call.T}}, 0);
+  if (call.keys.type == Float::bf16) {
+    call.product = current().rounded_rows;
+    call.registers = current().registers;
+  }
+  const double products = static_cast<double>(call.heads * call.R) * static_cast<double>(call.T * call.D);
+  const int64_t tasks = call.heads * call.tasks_of_head();
+  std::vector<float> parts(tasks * call.T);
+  call.of_values = parts.data();
+  run_blocks(encoders().observed_loss, call, tasks, 0.03 * products, threads);
+  add_tasks(call, call.of_values, output<float>(sums));
 }
 
 }  // namespace
@@ -287,8 +321,10 @@ void define_fits(nb::module_& m) {
   m.def("fitted_components", &py_fitted_components);
   m.def("weighted_sums", &py_weighted_sums);
   m.def("fitted_basis", &py_fitted_basis);
-  m.def("observed_loss", &py_observed_loss, nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg().none(),
-        nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+  m.def("observed_loss", &py_observed_loss, nb::arg(), nb::arg(), nb::arg(), nb::arg().none(), nb::arg(),
+        nb::arg().none(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg(), nb::arg());
+  m.def("squared_weights", &py_squared_weights, nb::arg(), nb::arg(), nb::arg().none(), nb::arg().none(), nb::arg(),
+        nb::arg(), nb::arg(), nb::arg());
 }
 
 }  // namespace tersekv

@@ -1,4 +1,4 @@
-// The loss of errors in keys and values that queries show, see kernels/observed_loss.py.
+// The loss of errors in keys and values that queries show, and their squared weights, see kernels/observed_loss.py.
 #pragma once
 
 #include "build.h"
@@ -22,7 +22,7 @@ struct ObservedRows {
   const ObservedLoss& call;
   const RowProduct& product = TERSEKV_BUILD(row_product)();
   int64_t head, first, n, T, padded;  // rows, tokens, and tokens up to a multiple of 16
-  float *scores, *rows, *panels;
+  float *scores, *rows, *panels, *words;
 
   ObservedRows(const ObservedLoss& call, int64_t task)
       : call(call),
@@ -33,7 +33,8 @@ struct ObservedRows {
         padded(round_up(T, kLanes)),
         scores(scratch(n * padded)),
         rows(scratch(kObservedTokens * call.widest())),
-        panels(scratch(kObservedTokens * call.widest())) {}
+        panels(scratch(kObservedTokens * call.widest())),
+        words(scratch(round_up(n, 2 * kLanes) * round_up(call.D, 2 * kLanes))) {}
 
   // Call body(first token, tokens, tokens up to a multiple of 16, rows) for tiles of keys or values. The last rows are
   // zeros.
@@ -53,29 +54,50 @@ struct ObservedRows {
     }
   }
 
-  // Scores become softmax weights.
-  void weigh_rows() {
+  // Scores become softmax weights, times 1/factors[r].
+  void weigh_rows(float* factors) {
     const int64_t D = call.D;
+    const RowProduct& of_scores = call.product ? *call.product : product;
+    const TileScope registers(call.registers, kLanes);
     tiles(call.keys, [&](int64_t t, int64_t, int64_t whole, const float* from) {
-      product.pack_keys(from, D, whole, D, panels);
-      product.multiply(call.query + (head * call.R + first) * D, D, n, D, {panels, D}, whole, false, nullptr,
-                       scores + t, padded);
+      of_scores.pack_keys(from, D, whole, D, panels);
+      of_scores.multiply(call.query + (head * call.R + first) * D, D, n, D, {panels, D}, whole, false, words,
+                         scores + t, padded);
     });
     const int64_t b = head / call.H;
     Scores how{};
     how.softcap = call.softcap;
     for (int64_t r = 0; r < n; r++) {
-      const uint8_t* mask = call.mask + (b % call.masks * call.q + (first + r) % call.q) * T;
+      const uint8_t* mask = call.mask ? call.mask + (b % call.masks * call.q + (first + r) % call.q) * T : nullptr;
       RowState state;
       if (call.sinks) state = {call.sinks[head % call.H * call.R + first + r], 1.0f};
       bool any = false;
       weigh<S, false>(how, mask, scores + r * padded, T, call.scaling, state, any);
-      rescale<S>(scores + r * padded, padded, state.sum > 0 ? 1.0f / state.sum : 0.0f);
+      factors[r] = state.sum > 0 ? 1.0f / state.sum : 0.0f;
+    }
+  }
+
+  // Where this task has its sums of each token.
+  int64_t place() const { return (head * call.tasks_of_head() + first / call.rows_at_once()) * T; }
+
+  void sum_squares(const float* factors) const {
+    alignas(64) float lanes[kLanes];
+    for (int64_t t = 0; t < T; t += kLanes) {
+      F sum = S::zero();
+      for (int64_t r = 0; r < n; r++) {
+        const F p = S::mul(S::load(scores + r * padded + t), S::set1(factors[r]));
+        sum = S::fma(p, p, sum);
+      }
+      S::store(lanes, sum);
+      __builtin_memcpy(call.of_values + place() + t, lanes, (T - t < kLanes ? T - t : kLanes) * sizeof(float));
     }
   }
 
   void run() {
-    weigh_rows();
+    float* factors = scratch(n);
+    weigh_rows(factors);
+    if (!call.values.data) return sum_squares(factors);
+    for (int64_t r = 0; r < n; r++) rescale<S>(scores + r * padded, padded, factors[r]);
     const int64_t D = call.Dv;
     float* out = scratch(n * D);
     for (int64_t i = 0; i < n * D; i++) out[i] = 0.0f;
@@ -91,7 +113,6 @@ struct ObservedRows {
       S::store(shares + r * kLanes, S::zero());
     }
     const float* counts = call.counts + head / call.H % call.of_counts * T;
-    const int64_t place = (head * call.tasks_of_head() + first / call.rows_at_once()) * T;
     alignas(64) float lanes[kLanes];
     tiles(call.values, [&](int64_t t, int64_t count, int64_t whole, const float* from) {
       product.pack_keys(from, D, whole, D, panels);
@@ -122,7 +143,7 @@ struct ObservedRows {
         }
         const auto write = [&](float* to, F x) {
           S::store(lanes, x);
-          __builtin_memcpy(to + place + t + i, lanes, left * sizeof(float));
+          __builtin_memcpy(to + place() + t + i, lanes, left * sizeof(float));
         };
         write(call.of_keys, of_keys);
         write(call.of_values, of_values);

@@ -146,12 +146,14 @@ struct FitBasis {
 
 // What R query rows of each head show of errors in its tokens. D and Dv are multiples of 16.
 struct ObservedLoss {
-  const float* query = nullptr;  // [heads, R, D]
-  TokenRows keys, values;
+  const float* query = nullptr;                           // [heads, R, D]
+  TokenRows keys, values;                                 // without data: only weights are summed, to of_values
   int64_t heads = 0, H = 0, R = 0, T = 0, D = 0, Dv = 0;  // H: KV heads of a batch row
-  const uint8_t* mask = nullptr;                          // [masks, q, T]; row r is one of position r % q
+  const uint8_t* mask = nullptr;  // [masks, q, T]; row r is one of position r % q; null: all tokens are seen
   int64_t masks = 1, q = 1;
-  const float* counts = nullptr;  // [of_counts, T]
+  const RowProduct* product = nullptr;       // of scores; null: that of the build
+  const TileRegisters* registers = nullptr;  // that it needs; null: none
+  const float* counts = nullptr;             // [of_counts, T]
   int64_t of_counts = 1;
   const float* sinks = nullptr;  // [H, R], logits, or null
   float scaling = 1, softcap = 0;
@@ -159,7 +161,7 @@ struct ObservedLoss {
   float* shares = nullptr;                         // [heads, R]
 
   // Rows of a task, whose scores of all tokens it holds.
-  int64_t rows_at_once() const { return T <= 4096 ? 48 : 16; }
+  int64_t rows_at_once() const { return (T <= 4096 ? 48 : 16) * (values.data ? 1 : 2); }
   int64_t tasks_of_head() const { return ceil_div(R, rows_at_once()); }
   int64_t widest() const { return D > Dv ? D : Dv; }
 };

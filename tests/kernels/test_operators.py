@@ -22,6 +22,7 @@ CALLS = {
     "basis_components": (X, *packed_basis(torch.randn(1, 2, 32, 32).double(), torch.ones(1, 2, 32).double()).values()),
     "fitted_basis": (torch.eye(16).expand(1, 2, 16, 16).double(), torch.ones(1, 2, 16).double()),
     "observed_loss": (X[:, :, :6], X, X, torch.ones(1, 3, 64).bool(), torch.ones(1, 64), 0.2, None, torch.ones(2, 6)),
+    "squared_weights": (X[:, :, :6], X, torch.ones(1, 3, 64).bool(), 0.2, None, torch.ones(2, 6)),
     "weighted_sums": (X, torch.rand(1, 2, 64)),
     "relative_weights": (torch.rand(1, 2, 64), 0.5),
     "fitted_components": (*torch.rand(2, 1, 2, 16).double(), torch.linspace(1, 0, 8).double(), 32, 8.0),

@@ -5,7 +5,7 @@ import torch
 
 from native_calls import why_not
 from tersekv.kernels.cpu import fit
-from tersekv.kernels.observed_loss import observed_loss
+from tersekv.kernels.observed_loss import observed_loss, squared_weights
 from test_ops_parity import isa, one_thread, pytestmark, two_threads  # noqa: F401
 
 
@@ -16,24 +16,37 @@ def drawn(B, H, G, q, T, D, Dv, seed=0):
     return query, keys, values, mask, counts, D**-0.5, None, None
 
 
-def check(call):
-    found, expected = (
-        fit.observed_loss(*call),
-        observed_loss.reference(
-            *(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in call)
-        ),
+def check(call, operator=observed_loss):
+    expected = operator.reference(
+        *(x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in call)
     )
-    for ours, theirs in zip(found, expected, strict=True):
+    found = getattr(fit, operator.name)(*call)
+    pairs = zip(found, expected, strict=True) if isinstance(found, tuple) else [(found, expected)]
+    for ours, theirs in pairs:
         assert ours.shape == theirs.shape
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    "sizes",
-    [(1, 3, 3, 32, 260, 64, 64), (2, 2, 2, 7, 100, 32, 48), (2, 1, 4, 1, 5, 16, 16), (1, 1, 4, 6, 4100, 32, 16)],
-)
+SIZES = [(1, 3, 3, 32, 260, 64, 64), (2, 2, 2, 7, 100, 32, 48), (2, 1, 4, 1, 5, 16, 16), (1, 1, 4, 6, 4100, 32, 16)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
 def test_sums(isa, sizes):  # noqa: F811
     check(drawn(*sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("sizes", SIZES)
+def test_squared_weights(isa, sizes, dtype):  # noqa: F811
+    """All queries and keys are bfloat16, whose products are exact."""
+    query, keys, _, mask, _, scaling, *_ = drawn(*sizes)
+    query, keys = query.bfloat16().float(), keys.bfloat16().to(dtype)
+    keys = keys.transpose(1, 2).contiguous().transpose(1, 2)
+    mask[:, -1, :] = False
+    sinks = torch.randn(keys.shape[1], query.shape[2])
+    for seen, *rest in ((mask, scaling, None, None), (mask[:1, :, :0], scaling, None, sinks),
+                        (mask[:, :, 3:], 5.0, 3.0, sinks), (mask[:1, :, 3:], scaling, None, None)):  # fmt: skip
+        check((query, keys, seen, *rest), squared_weights)
 
 
 def test_shared_masks_softcaps_and_sinks(two_threads):  # noqa: F811

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.store import Store
-from tersekv.kernels.softmax import softmax_weights
+from tersekv.kernels import backends
 from tersekv.transforms.rope import Rope
 
 QUERIES = 512
 """Number of query positions observed, spread over the call. Kept queries come before these. Of each
 position one query head of a KV head's group is observed, in turn."""
 
-TILE = 128
-"""Number of query rows whose weights are in memory at a time."""
+LEAST_ROWS, MOST_WEIGHTS = 64, 1 << 22
+"""Query rows whose weights are summed at a time: at most so many weights, but at least so many rows."""
 
 
 def importance(store: Store, keys: Tensor, call: AttentionCall, again: int = 0) -> Tensor:
@@ -42,9 +42,7 @@ def importances(
     The queries are those of the call, and with few of them also those that the store has kept.
 
     The results are float32 [B, Hkv, T]. Attention sinks of the store compete with these tokens, and
-    tokens packed before do not. Padding has importance 0, and its queries do not count. Weights of a
-    bfloat16 model are computed in bfloat16, which CPUs multiply several times faster. Sums of `TILE`
-    rows are rounded to bfloat16, and added in float32.
+    tokens packed before do not. Padding has importance 0, and its queries do not count.
 
     again: number of the last keys and queries that are a second reading of the others. Then all of
         its queries are observed, where they are: the one before a token's second reading often is the
@@ -63,26 +61,29 @@ def importances(
         later = torch.arange(first, q, device=keys.device) > at[:, None]
     else:
         query = torch.cat([kept.float(), query], dim=2) if kept.shape[2] else query
-    hidden, counts = None, None
+    seen = counts = None
     if call.mask is not None:
         seen = call.mask.any(dim=1)[:, -tokens:].expand(len(keys), -1)
-        hidden = ~torch.nn.functional.pad(seen, (sinks.shape[2], 0), value=True)[:, None, None]
+        seen = torch.nn.functional.pad(seen, (sinks.shape[2], 0), value=True)[:, None]
         itself = (past + at).expand(len(call.mask), -1).unsqueeze(-1)
-        counts = call.mask[:, at].gather(2, itself).float().expand(len(keys), -1, -1)  # [B, queries, 1]
-        counts = torch.nn.functional.pad(counts, (0, 0, kept.shape[2], 0), value=1.0)
+        counts = call.mask[:, at].gather(2, itself).expand(len(keys), -1, -1)  # [B, queries, 1]
+        counts = torch.nn.functional.pad(counts, (0, 0, kept.shape[2], 0), value=True)
     total = key.new_zeros(key.shape[:3], dtype=torch.float32)
     rows, logits = rows_in_turn(query, call.sink_logits, key.shape[1], every=bool(again))
     rows = rows if again else moved(rows, ranked.query_rope, past + keys.shape[2])
-    rows, heads = rows.to(key.dtype), rows.shape[2] // query.shape[2]
+    heads = rows.shape[2] // query.shape[2]
     later, counts = (x if x is None else x.repeat_interleave(heads, dim=-2) for x in (later, counts))
     cut = 0 if early is None else (kept.shape[2] + int((at < first + early).sum())) * heads
     found = []
-    for tile in (*_tiles(0, cut), *_tiles(cut, rows.shape[2])):
+    for tile in (*tiles(key, 0, cut), *tiles(key, cut, rows.shape[2])):
         if early is not None and tile.start == cut:
             found.append(total.clone())
-        unseen = hidden if later is None else _and_later(hidden, later[tile], key.shape[2])
-        weights = key_weights(rows[:, :, tile], key, call, None if logits is None else logits[:, tile], unseen)
-        total += sum_of_rows(weights.square_(), None if counts is None else counts[:, tile])
+        mask = everything(key) if later is None else ~later[tile][None]
+        if seen is not None and counts is not None:
+            whole = torch.nn.functional.pad(mask, (key.shape[2] - mask.shape[2], 0), value=True)
+            mask = whole & seen & counts[:, tile]
+        own = None if logits is None else logits[:, tile]
+        total += backends.squared_weights(rows[:, :, tile], key, mask, call.scaling, call.softcap, own)
     return [sums[:, :, sinks.shape[2] : sums.shape[2] - again].sqrt() for sums in (*found, total)]
 
 
@@ -92,26 +93,15 @@ def joined_keys(store: Store, keys: Tensor) -> Tensor:
     return key if key.dtype == torch.bfloat16 else key.float()
 
 
-def sum_of_rows(x: Tensor, counts: Tensor | None = None) -> Tensor:
-    """Return Σ_i counts_i·x_i for x [B, H, n, T] and counts [1 or B, n, 1], [B, H, T]; counts are 1 by default.
-
-    A product sums rows faster than a reduction over this dimension.
-    """
-    counted = x.new_ones((1, 1, 1, x.shape[2])) if counts is None else counts[:, None].mT.to(x.dtype)
-    return torch.matmul(counted, x).squeeze(2)
+def tiles(key: Tensor, start: int, stop: int) -> list[slice]:
+    """Return slices of query rows whose weights of keys [B, Hkv, T, D] are summed at a time."""
+    step = max(LEAST_ROWS, MOST_WEIGHTS // max(1, key[..., 0].numel()))
+    return [slice(at, min(stop, at + step)) for at in range(start, stop, step)]
 
 
-def _tiles(start: int, stop: int) -> list[slice]:
-    return [slice(at, min(stop, at + TILE)) for at in range(start, stop, TILE)]
-
-
-def _and_later(hidden: Tensor | None, later: Tensor, tokens: int) -> Tensor:
-    """Add to the hidden tokens those of the second reading that are later than each query.
-
-    hidden: bool [B, 1, 1, tokens] or None. later: bool [queries, n], for the last n tokens.
-    """
-    whole = torch.nn.functional.pad(later, (tokens - later.shape[1], 0))
-    return whole if hidden is None else hidden | whole
+def everything(x: Tensor) -> Tensor:
+    """Return a mask of `squared_weights` that hides nothing, on the device of x."""
+    return torch.empty((1, 1, 0), dtype=torch.bool, device=x.device)
 
 
 def rows_in_turn(
@@ -136,14 +126,3 @@ def moved(query: Tensor, rope: Rope | None, tokens: int) -> Tensor:
     cos, sin = rope.cos_sin(tokens, 1, tokens + 1, query.device)
     length = torch.hypot(cos, sin)  # some models scale keys and queries by a factor with RoPE
     return rope.apply(query, (cos / length)[None], (sin / length)[None])
-
-
-def key_weights(
-    rows: Tensor, keys: Tensor, call: AttentionCall, logits: Tensor | None, hidden: Tensor | None
-) -> Tensor:
-    """Return softmax weights [B, Hkv, n, T] of queries [B, Hkv, n, D] over all keys.
-
-    logits: sink logits [Hkv, n], or None.
-    """
-    scores = torch.matmul(rows * call.scaling, keys.transpose(-1, -2))
-    return softmax_weights(scores, call.softcap, hidden, None if logits is None else logits[None, :, :, None])

@@ -11,16 +11,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tersekv.attention.importance import importances, joined_keys, key_weights, rows_in_turn, sum_of_rows
+from tersekv.attention.importance import importances, joined_keys, rows_in_turn, tiles
 from tersekv.attention.read import AttentionCall
 from tersekv.cache.segments import STEPS
 from tersekv.cache.store import Store
+from tersekv.kernels import backends
 
 FEWEST = 64
 """Minimum number of queries of a call that show how attention spreads."""
 
-QUERIES, TILE = 128, 64
-"""Number of later query positions observed, one query head of each group in turn, and those in memory at a time."""
+QUERIES = 128
+"""Number of later query positions observed, one query head of each group in turn."""
 
 
 @torch.no_grad()
@@ -67,19 +68,20 @@ def _later(key: Tensor, call: AttentionCall, early: int, q: int) -> tuple[Tensor
     past = key.shape[2] - q
     at = torch.linspace(early, q - 1, min(QUERIES, q - early), device=key.device).long()
     rows, logits = rows_in_turn(call.query[:, :, at].float(), call.sink_logits, key.shape[1])
-    if call.mask is None:
-        seen = (torch.arange(key.shape[2], device=key.device) <= (past + at)[:, None])[None]
+    counts = torch.ones((1, len(at)), dtype=torch.bool, device=key.device)
+    if call.mask is None:  # all see the tokens up to the first of them
+        seen = (torch.arange(past + early + 1, key.shape[2], device=key.device) <= (past + at)[:, None])[None]
     else:
         own = call.mask[:, at, : key.shape[2]]
-        itself = own.gather(2, (past + at).expand(len(own), -1).unsqueeze(-1))
-        seen = own & itself
-    rows, received = rows.to(key.dtype), key.new_zeros(key.shape[:3], dtype=torch.float32)
-    for start in range(0, len(at), TILE):
-        tile = slice(start, start + TILE)
+        counts = own.gather(2, (past + at).expand(len(own), -1).unsqueeze(-1)).squeeze(2)
+        seen = own & counts.unsqueeze(-1)
+    received = key.new_zeros(key.shape[:3], dtype=torch.float32)
+    for tile in tiles(key, 0, len(at)):
         own_logits = None if logits is None else logits[:, tile]
-        weights = key_weights(rows[:, :, tile], key, call, own_logits, ~seen[:, None, tile])
-        received += sum_of_rows(weights.square_())
-    return received, seen.any(-1).sum(-1).expand(len(key))
+        received += backends.squared_weights(
+            rows[:, :, tile], key, seen[:, tile], call.scaling, call.softcap, own_logits
+        )
+    return received, counts.sum(-1).expand(len(key))
 
 
 def in_order(received: Tensor, rank: Tensor, tokens: Tensor | None = None) -> Tensor:

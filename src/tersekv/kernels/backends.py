@@ -31,6 +31,7 @@ from tersekv.kernels.encode_sparse import pack_outliers as pack_outliers
 from tersekv.kernels.encode_sparse import quantiles as quantiles
 from tersekv.kernels.lanes import pack_lanes as pack_lanes
 from tersekv.kernels.observed_loss import observed_loss as observed_loss
+from tersekv.kernels.observed_loss import squared_weights as squared_weights
 from tersekv.kernels.registry import AUTO as AUTO
 from tersekv.kernels.registry import BACKEND_VARIABLE as BACKEND_VARIABLE
 from tersekv.kernels.registry import OPERATORS, REFERENCE, NotTaken

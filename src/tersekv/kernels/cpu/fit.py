@@ -94,15 +94,33 @@ def observed_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kernels/observed_loss.py`."""
     (B, H, R, _), T = query.shape, keys.shape[2]
-    if mask.shape[2] < T:
-        mask = torch.nn.functional.pad(mask, (T - mask.shape[2], 0), value=True)
     of_keys, of_values, shares = query.new_empty((B, H, T)), query.new_empty((B, H, T)), query.new_empty((B, H, R))
     cpu.loaded().observed_loss(
-        query.contiguous().flatten(0, 1), last_contiguous(keys), last_contiguous(values), mask.contiguous(),
+        query.contiguous().flatten(0, 1), last_contiguous(keys), last_contiguous(values), _seen(mask, T),
         counts.float().contiguous(), None if sinks is None else sinks.contiguous(), scaling, softcap or 0.0,
         *(x.flatten(0, 1) for x in (of_keys, of_values, shares)), threads(),
     )  # fmt: skip
     return of_keys, of_values, shares
+
+
+@observed.squared_weights.by("cpu")
+def squared_weights(
+    query: Tensor, keys: Tensor, mask: Tensor, scaling: float, softcap: float | None, sinks: Tensor | None
+) -> Tensor:
+    """See `kernels/observed_loss.py`."""
+    out = query.new_empty(keys.shape[:3])
+    cpu.loaded().squared_weights(
+        query.contiguous().flatten(0, 1), last_contiguous(keys), _seen(mask, keys.shape[2]),
+        None if sinks is None else sinks.contiguous(), scaling, softcap or 0.0, out.flatten(0, 1), threads(),
+    )  # fmt: skip
+    return out
+
+
+def _seen(mask: Tensor, tokens: int) -> Tensor | None:
+    """Extend a mask of the last tokens to all. None if all are seen."""
+    if not mask.shape[2]:
+        return None
+    return torch.nn.functional.pad(mask, (tokens - mask.shape[2], 0), value=True).contiguous()
 
 
 @basis.fitted_basis.by("cpu")
