@@ -95,6 +95,7 @@ const Kernels& kernels_amx() {
   }();
   static const Kernels kernels = [] {
     Kernels own = with_integers("amx");
+    own.trellis = &trellis_kernel_amx();
     own.grid_product = grid_product_amx;
     own.grid_rows = kGridRows;
     own.rounded_rows = &rows;

@@ -14,17 +14,11 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kLeastTileTokens = 64;
 
-// Number of rows that are multiplied with a view at once; the parts of all rows are as equal in size as possible.
-inline int64_t row_tile(const Call& call, const View& view, int64_t rows) {
-  const bool grid = view.kind == Kind::grid && view.grid.bits <= kLutBits && has_whole_units(view.grid);
-  const int64_t most = grid ? call.grid_rows : kRowTile;
-  return ceil_div(rows, ceil_div(rows, most));
-}
-
-// Call body(row, rows) for parts of so many rows.
-template <class Body>
-void row_tiles(int64_t rows, int64_t size, Body&& body) {
-  for (int64_t row = 0; row < rows; row += size) body(row, rows - row < size ? rows - row : size);
+// True if a view or one of its parts is of this kind.
+inline bool holds(const View& view, Kind kind) {
+  for (int64_t i = 0; i < view.count; i++)
+    if (holds(view.parts[i], kind)) return true;
+  return view.kind == kind;
 }
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -300,7 +294,11 @@ void attend_task(const Part* parts, int64_t count) {
   value_layout.prepare(values);
   const bool dense = call.keys->kind == Kind::exact && call.values->kind == Kind::exact;
   const int64_t key_rows = row_tile(call, *call.keys, task.rows), value_rows = row_tile(call, *call.values, task.rows);
-  const TileScope tiles(dense ? nullptr : call.registers, 2 * (key_rows > value_rows ? key_rows : value_rows));
+  const int64_t most_rows = key_rows > value_rows ? key_rows : value_rows;
+  const TileScope tiles(dense ? nullptr : call.registers,
+                        task.rows > kRowTile && (holds(*call.keys, Kind::trellis) || holds(*call.values, Kind::trellis))
+                            ? kLanes
+                            : 2 * most_rows);
   const int64_t end = task.last * unit;
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
     const Chunk now(call, task, t0, end, chunk);

@@ -6,6 +6,28 @@
 namespace tersekv {
 namespace {  // internal to each build of the kernels
 
+// Most rows that are multiplied with a view at once.
+inline int64_t most_rows(const Call& call, const View& view) {
+  int64_t most = kRowTile;
+  if (view.kind == Kind::grid && view.grid.bits <= kLutBits && has_whole_units(view.grid)) most = call.grid_rows;
+  if (view.kind == Kind::trellis && call.trellis && view.trellis.entries) most = call.grid_rows;
+  const bool composed = view.kind == Kind::sum || view.kind == Kind::concat;
+  for (int64_t i = 0; composed && i < view.count; i++)
+    if (const int64_t own = most_rows(call, view.parts[i]); own > most) most = own;
+  return most;
+}
+
+// Number of rows that are; the parts of all rows are as equal in size as possible.
+inline int64_t row_tile(const Call& call, const View& view, int64_t rows) {
+  return ceil_div(rows, ceil_div(rows, most_rows(call, view)));
+}
+
+// Call body(row, rows) for parts of so many rows.
+template <class Body>
+void row_tiles(int64_t rows, int64_t size, Body&& body) {
+  for (int64_t row = 0; row < rows; row += size) body(row, rows - row < size ? rows - row : size);
+}
+
 // Prepare the nodes of a view's parts; the channels of `concat` parts are consecutive. Kernels
 // write sums in whole vectors. A part whose size is not a multiple of 16 has sums of its own, which
 // are added to the view's.
@@ -40,14 +62,26 @@ void composed_prepare(Node& node) {
 
 template <class S>
 void add_part_scores(const Node& node, Span span, float* score, int64_t score_stride) {
-  for (int64_t i = 0; i < node.view->count; i++)
-    layout_of<S>(node.parts[i]).add_scores(node.parts[i], span, score, score_stride);
+  for (int64_t i = 0; i < node.view->count; i++) {
+    const Node& part = node.parts[i];
+    row_tiles(span.rows, row_tile(*node.call, *part.view, span.rows), [&](int64_t row, int64_t rows) {
+      layout_of<S>(part).add_scores(part, {span.row + row, rows, span.first, span.last}, score + row * score_stride,
+                                    score_stride);
+    });
+  }
+}
+
+template <class S>
+void add_part_sums(const Node& part, Span span, const float* weight, int64_t weight_stride) {
+  row_tiles(span.rows, row_tile(*part.call, *part.view, span.rows), [&](int64_t row, int64_t rows) {
+    layout_of<S>(part).add_sums(part, {span.row + row, rows, span.first, span.last}, weight + row * weight_stride,
+                                weight_stride);
+  });
 }
 
 template <class S>
 void sum_sums(const Node& node, Span span, const float* weight, int64_t weight_stride) {
-  for (int64_t i = 0; i < node.view->count; i++)
-    layout_of<S>(node.parts[i]).add_sums(node.parts[i], span, weight, weight_stride);
+  for (int64_t i = 0; i < node.view->count; i++) add_part_sums<S>(node.parts[i], span, weight, weight_stride);
 }
 
 template <class S>
@@ -74,7 +108,7 @@ void concat_sums(const Node& node, Span span, const float* weight, int64_t weigh
     const int64_t D = part.view->D;
     const bool apart = D % kLanes != 0;
     for (int64_t r = 0; apart && r < span.rows; r++) clear(part.sum_row(span.row + r), part.sum_stride);
-    layout_of<S>(part).add_sums(part, span, weight, weight_stride);
+    add_part_sums<S>(part, span, weight, weight_stride);
     for (int64_t r = 0; apart && r < span.rows; r++)
       for (int64_t d = 0; d < D; d++) node.sum_row(span.row + r)[channel + d] += part.sum_row(span.row + r)[d];
     channel += D;

@@ -10,7 +10,7 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kChunkTokens = 512;  // most tokens of a span, unless one unit has more
 
-// Tokens [first, last) for query rows [row, row + rows) of a task; at most kRowTile rows.
+// Tokens [first, last) for query rows [row, row + rows) of a task; at most `most_rows` of its view.
 struct Span {
   int64_t row, rows, first, last;
   int64_t tokens() const { return last - first; }

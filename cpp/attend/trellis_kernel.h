@@ -14,8 +14,8 @@ struct TrellisSide {
   const float* scale = nullptr;  // [D], of this head
 };
 
-// Rows [row, row + rows), at most four, and whole blocks of tokens [first, last). Keys: tokens [later, later_last)
-// are read next.
+// Rows [row, row + rows), at most `grid_rows` of the instruction set, and whole blocks of tokens [first, last). Keys:
+// tokens [later, later_last) are read next.
 struct TrellisSpan {
   int64_t row, rows, first, last, later = 0, later_last = 0;
 };
@@ -33,5 +33,6 @@ struct TrellisKernel {
 const TrellisKernel& trellis_kernel_avx2();    // float32
 const TrellisKernel& trellis_kernel_avx512();  // float32
 const TrellisKernel& trellis_kernel_vnni();    // integers
+const TrellisKernel& trellis_kernel_amx();     // integers
 
 }  // namespace tersekv

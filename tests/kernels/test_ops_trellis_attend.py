@@ -134,7 +134,8 @@ def test_combined_with_other_views(isa, sides):  # noqa: F811
     keys = stream_view(bits=None)
     if exact is not None:
         keys = Concat([(keys, 64), (exact, 24)])
-    run(keys, Concat([(stream_view(), 64), (stream_view(D=48, words=5), 48)]))
+    for rows in (3, 7, 11):
+        run(keys, Concat([(stream_view(), 64), (stream_view(D=40, words=5), 40)]), rows)
 
 
 @pytest.mark.parametrize("kind", ["halves", "pairs"])
@@ -168,7 +169,7 @@ def rotated_mean(case, T, consecutive=False):
 def test_combined_with_a_rotated_vector(isa, case, T, consecutive):  # noqa: F811
     torch.manual_seed(8)
     B, part = rotated_mean(case, T, consecutive)
-    run(Concat([(stream_view(B, 3, T), 64), (part, 64)]), stream_view(B, 3, T), R=5)
+    run(Concat([(stream_view(B, 3, T), 64), (part, 64)]), stream_view(B, 3, T), R=9)
 
 
 @pytest.mark.parametrize("T", [96, 1088])
