@@ -58,7 +58,7 @@ struct Plane {
   int64_t stride_b = 0, stride_h = 0, stride_n = 0;
 };
 
-constexpr int64_t kGridRows = 8;  // most query rows of one product with a grid or trellis codes
+constexpr int64_t kCodeRows = 8;  // most query rows of one product with a grid or trellis codes
 constexpr int kLutBits = 4;       // of codes that are multiplied by tables in registers; codes of more bits are decoded
 
 // Keys or values of a packed segment as a matrix [P, L] per block: keys have P = D, L = t; values P
@@ -269,10 +269,10 @@ struct Call {
   int64_t start_mean = 0;              // number of the mean that they are of
   const Marks* start_marks = nullptr;  // of the call's tokens
   GridFn (*grid_product)(const GridView&, int rows) = nullptr;
-  int64_t grid_rows = 0;                     // most rows that grid_product and trellis take
+  int64_t code_rows = 0;                     // most rows that grid_product and trellis take
   bool rounds = false;                       // grid_product multiplies in bfloat16
   const RowProduct* rounded_rows = nullptr;  // products in bfloat16 with tiles; null: none
-  const TileRegisters* registers = nullptr;  // that grid_product and rounded_rows need; null: none
+  const TileRegisters* registers = nullptr;  // that products need; null: none
   const TrellisKernel* trellis = nullptr;
   const PolarKernel* polar = nullptr;
   const RopeKernel* rope = nullptr;
@@ -350,7 +350,7 @@ struct Kernels {
   void (*mean_scores)(const MeanScores&, const Task&);       // of positions [task.first, task.last)
   void (*decode)(const Decode&, int64_t task);
   GridFn (*grid_product)(const GridView&, int rows);
-  int64_t grid_rows;  // most rows that grid_product and trellis take, at most kGridRows
+  int64_t code_rows;  // most rows that grid_product and trellis take, at most kCodeRows
   bool rounds;        // grid_product multiplies in bfloat16
   const RowProduct* rounded_rows;
   void (*encode_trellis)(const EncodeTrellis&, int64_t row, int64_t first, int64_t last);
@@ -358,7 +358,7 @@ struct Kernels {
   const TrellisKernel* trellis;    // null: trellis.h is used
   const PolarKernel* polar;        // null: polar.h is used
   const RopeKernel* rope;          // null: roped_grid.h and rotated_mean.h are used
-  const TileRegisters* registers;  // that grid_product and rounded_rows need; null: none
+  const TileRegisters* registers;  // that products need; null: none
 };
 
 // Return 64-byte aligned memory of the calling thread, valid until the thread calls reset_scratch.

@@ -97,7 +97,7 @@ const Kernels& kernels_amx() {
     Kernels own = with_integers("amx");
     own.trellis = &trellis_kernel_amx();
     own.grid_product = grid_product_amx;
-    own.grid_rows = kGridRows;
+    own.code_rows = kCodeRows;
     own.rounded_rows = &rows;
     own.registers = &tile_registers_amx();
     return own;

@@ -14,13 +14,6 @@ namespace {  // internal to each build of the kernels
 
 constexpr int64_t kLeastTileTokens = 64;
 
-// True if a view or one of its parts is of this kind.
-inline bool holds(const View& view, Kind kind) {
-  for (int64_t i = 0; i < view.count; i++)
-    if (holds(view.parts[i], kind)) return true;
-  return view.kind == kind;
-}
-
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Return the largest power of two that is not above |x|; 1 for 0 and subnormal numbers.
@@ -294,11 +287,8 @@ void attend_task(const Part* parts, int64_t count) {
   value_layout.prepare(values);
   const bool dense = call.keys->kind == Kind::exact && call.values->kind == Kind::exact;
   const int64_t key_rows = row_tile(call, *call.keys, task.rows), value_rows = row_tile(call, *call.values, task.rows);
-  const int64_t most_rows = key_rows > value_rows ? key_rows : value_rows;
-  const TileScope tiles(dense ? nullptr : call.registers,
-                        task.rows > kRowTile && (holds(*call.keys, Kind::trellis) || holds(*call.values, Kind::trellis))
-                            ? kLanes
-                            : 2 * most_rows);
+  // Sums of trellis codes fill a tile where there are many rows.
+  const TileScope tiles(dense ? nullptr : call.registers, task.rows > kRowTile ? kLanes : 2 * task.rows);
   const int64_t end = task.last * unit;
   for (int64_t t0 = task.first * unit, t1; t0 < end; t0 = t1) {
     const Chunk now(call, task, t0, end, chunk);

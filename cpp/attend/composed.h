@@ -9,8 +9,8 @@ namespace {  // internal to each build of the kernels
 // Most rows that are multiplied with a view at once.
 inline int64_t most_rows(const Call& call, const View& view) {
   int64_t most = kRowTile;
-  if (view.kind == Kind::grid && view.grid.bits <= kLutBits && has_whole_units(view.grid)) most = call.grid_rows;
-  if (view.kind == Kind::trellis && call.trellis && view.trellis.entries) most = call.grid_rows;
+  if (view.kind == Kind::grid && view.grid.bits <= kLutBits && has_whole_units(view.grid)) most = call.code_rows;
+  if (view.kind == Kind::trellis && call.trellis && view.trellis.entries) most = call.code_rows;
   const bool composed = view.kind == Kind::sum || view.kind == Kind::concat;
   for (int64_t i = 0; composed && i < view.count; i++)
     if (const int64_t own = most_rows(call, view.parts[i]); own > most) most = own;

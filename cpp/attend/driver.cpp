@@ -269,7 +269,7 @@ void attend(std::vector<Call>& calls, const OutputMap& map, std::vector<SharedMe
   for (Call& call : calls) {
     call.id = ++numbers;
     call.grid_product = current().grid_product;
-    call.grid_rows = current().grid_rows;
+    call.code_rows = current().code_rows;
     call.rounds = current().rounds;
     call.rounded_rows = current().rounded_rows;
     call.registers = current().registers;

@@ -17,7 +17,7 @@ GridFn TERSEKV_BUILD(grid_product)(const GridView& view, int rows) {
 #if TERSEKV_amx
   // A product takes as long with one row as with eight.
   if (rows < kRowTile && holds_codes(view)) return grid_product_vbmi(view, rows);
-  return product_of<Lanes, kGridRows>(view, rows);
+  return product_of<Lanes, kCodeRows>(view, rows);
 #endif
 #if TERSEKV_vbmi
   if (!holds_codes(view)) return grid_product_avx512(view, rows);

@@ -192,7 +192,7 @@ void grid_prepare(Node& node) {
   auto* own = scratch_of<GridOwn>();
   node.own = own;
   const GridView& v = node.grid;
-  own->coef = v.bits <= kLutBits ? scratch(node.call->grid_rows * coef_stride(node)) : nullptr;
+  own->coef = v.bits <= kLutBits ? scratch(node.call->code_rows * coef_stride(node)) : nullptr;
   own->table = v.table;
   if (v.bits <= kLutBits) {
     float* entries = scratch(1 << kLutBits);

@@ -20,7 +20,7 @@ struct Coefs<Avx512Amx, R> {
   // Sums of products with entries of 16 bits fit 32 bits for 2^17 slots.
   Coefs(float* rows, int64_t row_stride, int64_t slots, bool values) : stride(round_up(slots, kTileBytes)) {
     // Tiles may have more rows than 2 · R, whose sums are not read.
-    auto* bytes = reinterpret_cast<uint8_t*>(scratch_of<char>(2 * kGridRows * stride));
+    auto* bytes = reinterpret_cast<uint8_t*>(scratch_of<char>(2 * kCodeRows * stride));
     data = bytes;
     // Of 32 integers the second bytes, then the first.
     alignas(64) static constexpr auto kOrder = [] {
@@ -93,7 +93,9 @@ struct LutGroups<Avx512Amx, BITS, R> {
       });
       finish_group<Avx512Amx, R>(finish, block, number, sum);
     };
-    const auto multiply = [&](__m512i(*from_bytes)[kTileFours], const uint8_t* coef) TERSEKV_INLINE {
+    const auto multiply = [&](int64_t tile) TERSEKV_INLINE {
+      __m512i(*from_bytes)[kTileFours] = bytes[tile % 2];
+      const uint8_t* coef = coefs.data + next.block * finish.coef_step + next.tile * kTileBytes;
       const auto add_to = [&](auto half) TERSEKV_INLINE {
         if (next.tile < 2) repeat<PARTS>([&](auto k) TERSEKV_INLINE { clear_tile<half * PARTS + k>(); });
         load_tile<4 + half>(coef, coefs.stride);
@@ -115,9 +117,6 @@ struct LutGroups<Avx512Amx, BITS, R> {
       if (++next.number < to) return;
       next.number = from;
       next.block++;
-    };
-    const auto multiply_next = [&](int64_t tile) TERSEKV_INLINE {
-      multiply(bytes[tile % 2], coefs.data + next.block * finish.coef_step + next.tile * kTileBytes);
     };
     // Decode a unit into rows of a tile.
     const auto put = [&](const int32_t* words, __m512i(*tile)[kTileFours], int64_t row) TERSEKV_INLINE {
@@ -154,10 +153,10 @@ struct LutGroups<Avx512Amx, BITS, R> {
             for (; row < kTileFours; row++)
               repeat<PARTS>([&](auto k) TERSEKV_INLINE { tile[k][row] = _mm512_setzero_si512(); });
           }
-          if (decoded) multiply_next(decoded - 1);
+          if (decoded) multiply(decoded - 1);
         }
       }
-    multiply_next(decoded - 1);
+    multiply(decoded - 1);
     finish_last();
   }
 };

@@ -12,7 +12,7 @@ constexpr int64_t kMostTileRows = 16;
 // Coefficients of keys: for each query row a row of high bytes and one of low bytes, of all components.
 inline int64_t coefficient_stride(const TrellisPlan& plan) { return round_up(4 * plan.quads, kTileBytes); }
 
-// Call body(entries, neighbours, quad) for quads [from, to) of the plan.
+// Call body(entries, neighbours, quad) for quads [from, to) of the plan, see TrellisQuad.
 template <class Body>
 [[gnu::always_inline]] inline void for_quads(const TrellisPlan& plan, int64_t from, int64_t to, Body&& body) {
   const TrellisQuad *first = plan.section[0].first + from, *last = plan.section[0].first + to;
@@ -57,23 +57,13 @@ void trellis_scores_amx(const void* side, TrellisSpan span, float* score, int64_
     store_tile<0>(sums[n % 2][0]);
     store_tile<1>(sums[n % 2][1]);
   };
-  // Unpacking leaves tokens in the order 0-3, 8-11, 16-19, 24-27 and 4-7, ...
-  const __m512i order[2] = {_mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15)};
   const auto finish = [&](int64_t n) TERSEKV_INLINE {
     const uint8_t* codes = plan.gain + (first + n) * plan.view->gain_n;
     const __m512 gain[2] = {gains(plan, codes), gains(plan, codes + kLanes)};
     const auto& of = sums[n % 2];
-    for (int64_t r = 0; r < span.rows; r++) {
-      const __m512d a = _mm512_castps_pd(joined(of[0][2 * r], of[0][2 * r + 1])),
-                    b = _mm512_castps_pd(joined(of[1][2 * r], of[1][2 * r + 1]));
-      const __m512 unit = _mm512_set1_ps(plan.queries[span.row + r].step);
-      float* out = score + r * score_stride + n * kTrellisBlock;
-      repeat<2>([&](auto half) TERSEKV_INLINE {
-        const __m512 x = _mm512_castpd_ps(_mm512_permutex2var_pd(a, order[half], b));
-        _mm512_storeu_ps(out + half * kLanes,
-                         _mm512_fmadd_ps(_mm512_mul_ps(x, unit), gain[half], _mm512_loadu_ps(out + half * kLanes)));
-      });
-    }
+    for (int64_t r = 0; r < span.rows; r++)
+      add_scores(joined(of[0][2 * r], of[0][2 * r + 1]), joined(of[1][2 * r], of[1][2 * r + 1]),
+                 plan.queries[span.row + r].step, gain, score + r * score_stride + n * kTrellisBlock);
   };
   for (int64_t n = 0; n < blocks; n++) {
     prefetch_after(plan, span, first + n, values);
@@ -97,14 +87,14 @@ void trellis_scores_amx(const void* side, TrellisSpan span, float* score, int64_
 }
 
 constexpr int64_t kBlocks = 8, kQuads = kMostTileRows / 2;  // blocks and quads whose sums are added at a time
-constexpr int kFourRows = kGridRows / 4;
+constexpr int kFourRows = kCodeRows / 4;
 
 // Weights of up to kBlocks blocks as tiles, of four rows each: a row has those of two tokens, between zeros, for the
 // first of two components next to each other in sixteen-byte lanes 0 (high bytes) and 1 (low bytes), for the second in
 // 2 and 3. Four rows are the words of a lane.
 struct WeightTiles {
   alignas(64) __m512i rows[kBlocks][kFourRows][kTileFours];
-  float step[kGridRows];
+  float step[kCodeRows];
 
   template <int R>
   void set(const TrellisPlan& plan, int64_t n, int64_t blocks, const float* weight, int64_t weight_stride) {
@@ -209,7 +199,7 @@ void trellis_sums_amx(const void* side, TrellisSpan span, const float* weight, i
   if (plan.rows <= kRowTile) return trellis_kernel_vnni().sums(side, span, weight, weight_stride, sum, sum_stride);
   const int64_t last = span.last / kTrellisBlock;
   if (plan.quads == 0) return;
-  with_rows<kGridRows>(span.rows, [&](auto rows) {
+  with_rows<kCodeRows>(span.rows, [&](auto rows) {
     for (int64_t n = span.first / kTrellisBlock; n < last; n += kBlocks, weight += kBlocks * kTrellisBlock)
       block_sums<rows>(plan, n, last - n < kBlocks ? last - n : kBlocks, weight, weight_stride, sum, sum_stride);
   });

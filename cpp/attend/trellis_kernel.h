@@ -14,7 +14,7 @@ struct TrellisSide {
   const float* scale = nullptr;  // [D], of this head
 };
 
-// Rows [row, row + rows), at most `grid_rows` of the instruction set, and whole blocks of tokens [first, last). Keys:
+// Rows [row, row + rows), at most `code_rows` of the instruction set, and whole blocks of tokens [first, last). Keys:
 // tokens [later, later_last) are read next.
 struct TrellisSpan {
   int64_t row, rows, first, last, later = 0, later_last = 0;

@@ -71,19 +71,10 @@ void trellis_block_scores(const TrellisPlan& plan, const uint16_t* block, const 
     if (s.singles < s.last) add_quads<R, false>(block, s.entries, s.singles, s.last, query, step, sums);
     query += (s.last - s.singles) * step;
   }
-  // Unpacking leaves tokens in the order 0-3, 8-11, 16-19, 24-27 and 4-7, ...
-  const __m512i early = _mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11),
-                late = _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15);
   const __m512 gain[2] = {gains(plan, codes), gains(plan, codes + kLanes)};
   repeat<R>([&](auto r) TERSEKV_INLINE {
-    const __m512d a = _mm512_castps_pd(joined(sums.of[r][0][0], sums.of[r][1][0])),
-                  b = _mm512_castps_pd(joined(sums.of[r][0][1], sums.of[r][1][1]));
-    const __m512 unit = _mm512_set1_ps(plan.queries[row + r].step);
-    repeat<2>([&](auto half) TERSEKV_INLINE {
-      const __m512 x = _mm512_castpd_ps(_mm512_permutex2var_pd(a, half ? late : early, b));
-      float* out = score + r * score_stride + half * kLanes;
-      _mm512_storeu_ps(out, _mm512_fmadd_ps(_mm512_mul_ps(x, unit), gain[half], _mm512_loadu_ps(out)));
-    });
+    add_scores(joined(sums.of[r][0][0], sums.of[r][1][0]), joined(sums.of[r][0][1], sums.of[r][1][1]),
+               plan.queries[row + r].step, gain, score + r * score_stride);
   });
 }
 

@@ -72,6 +72,18 @@ inline __m512 gains(const TrellisPlan& plan, const uint8_t* codes) {
   return _mm512_fmadd_ps(_mm512_cvtepi32_ps(high), _mm512_set1_ps(256.0f), _mm512_cvtepi32_ps(low));
 }
 
+// Add scores of a block's tokens to out. Unpacking leaves them in the order 0-3, 8-11, 16-19, 24-27 and 4-7, ...
+[[gnu::always_inline]] inline void add_scores(__m512 early, __m512 late, float step, const __m512 (&gain)[2],
+                                              float* out) {
+  const __m512i order[2] = {_mm512_setr_epi64(0, 1, 8, 9, 2, 3, 10, 11), _mm512_setr_epi64(4, 5, 12, 13, 6, 7, 14, 15)};
+  const __m512d a = _mm512_castps_pd(early), b = _mm512_castps_pd(late);
+  repeat<2>([&](auto half) TERSEKV_INLINE {
+    const __m512 x = _mm512_castpd_ps(_mm512_permutex2var_pd(a, order[half], b));
+    float* at = out + half * kLanes;
+    _mm512_storeu_ps(at, _mm512_fmadd_ps(_mm512_mul_ps(x, _mm512_set1_ps(step)), gain[half], _mm512_loadu_ps(at)));
+  });
+}
+
 // Call put(block, r, x, y) with the weights of each of up to kSumBlocks blocks times gains, as 32 integers of 16 bits
 // in units of step[r].
 template <int R, class Put>

@@ -78,7 +78,7 @@ def importances(
     for tile in (*tiles(key, 0, cut), *tiles(key, cut, rows.shape[2])):
         if early is not None and tile.start == cut:
             found.append(total.clone())
-        mask = everything(key) if later is None else ~later[tile][None]
+        mask = key.new_empty((1, 1, 0), dtype=torch.bool) if later is None else ~later[tile][None]
         if seen is not None and counts is not None:
             whole = torch.nn.functional.pad(mask, (key.shape[2] - mask.shape[2], 0), value=True)
             mask = whole & seen & counts[:, tile]
@@ -97,11 +97,6 @@ def tiles(key: Tensor, start: int, stop: int) -> list[slice]:
     """Return slices of query rows whose weights of keys [B, Hkv, T, D] are summed at a time."""
     step = max(LEAST_ROWS, MOST_WEIGHTS // max(1, key[..., 0].numel()))
     return [slice(at, min(stop, at + step)) for at in range(start, stop, step)]
-
-
-def everything(x: Tensor) -> Tensor:
-    """Return a mask of `squared_weights` that hides nothing, on the device of x."""
-    return torch.empty((1, 1, 0), dtype=torch.bool, device=x.device)
 
 
 def rows_in_turn(
