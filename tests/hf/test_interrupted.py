@@ -14,7 +14,7 @@ import transformers as tf
 
 import tersekv
 from conftest import LOSSLESS, MODELS, SHAPE, prompt
-from tersekv.cache import together
+from tersekv.cache import packing
 from tersekv.cache.blocks import BlockBuffer
 from tersekv.errors import CacheError, UserError
 from tersekv.hf.progress import Progress
@@ -229,12 +229,12 @@ def test_interrupted_inside_a_layer(llama, monkeypatch, part):
     """While tokens are only prepared nothing has changed. Between keys and values a rollback is
     impossible."""
     ids, calls = prompt(300), []
-    owner, error = (together, MemoryError()) if part == "encoded_side" else (BlockBuffer, KeyboardInterrupt())
+    owner, error = (packing, MemoryError()) if part == "encoded_side" else (BlockBuffer, KeyboardInterrupt())
     real = getattr(owner, part)
 
     def stop(*args):
         calls.append(args)
-        if len(calls) == 2:  # the values of the first layer
+        if len(calls) == 2:  # the values
             raise error
         return real(*args)
 

@@ -32,7 +32,7 @@ class Ahead(NamedTuple):
     """Tokens [B, H, n, D] from position `place` on, and what will be packed of them.
 
     asked: the side's codec before it encoded them. tokens: None for those of the call that comes next. codec: that
-    one, perhaps fitted on them. planes: packed tensors, part by part.
+    one, perhaps fitted on them. planes: packed tensors, part by part. lost: the lost variance after them.
     """
 
     asked: Codec
@@ -40,6 +40,7 @@ class Ahead(NamedTuple):
     tokens: Tensor | None
     codec: Codec
     planes: list[PackedTensors]
+    lost: Tensor | None
 
     def is_of(self, asked: Codec, place: int, old: Tensor, new: Tensor, n: int) -> bool:
         """Return True if the codec would make the same of the first n tokens, which may be others after a crop."""

@@ -12,7 +12,7 @@ from torch import Tensor
 from tersekv.cache import coding
 from tersekv.cache.coding import Tokens
 from tersekv.cache.lost_variance import LostVariance
-from tersekv.cache.packed_side import Ahead, Encoded
+from tersekv.cache.packed_side import Encoded
 from tersekv.cache.pages import blank
 from tersekv.cache.parallel import ContextParallel
 from tersekv.cache.ranked_tokens import OfTier
@@ -67,39 +67,33 @@ def encoded_sides(
         UserError: a scale is too large for its dtype.
     """
     ahead = [_ahead(store, i, old[i], new[i], call) for i in range(len(store.sides))]
-    codecs = [side.codec if of is None else of.codec for side, of in zip(store.sides, ahead, strict=True)]
-    codecs = fitted_codecs(store, codecs, old, sinks, new, call, losses)
-    return [
-        encoded_side(store, i, codec, old[i], new[i], call) if of is None else [(codec, (of.planes, side.lost))]
-        for i, (side, codec, of) in enumerate(zip(store.sides, codecs, ahead, strict=True))
+    made = [side.codec for side in store.sides]
+    unfitted = [
+        i for i, codec in enumerate(made) if codec.needs_fit == "prompt" and not new[i].is_meta and not ahead[i]
     ]
-
-
-def fitted_codecs(
-    store: Store,
-    codecs: Sequence[Codec],
-    old: Sequence[Tensor],
-    sinks: Sequence[Tensor],
-    new: Sequence[Tensor],
-    call: Packing,
-    losses: Sequence[TokenLoss | None],
-) -> list[Codec]:
-    """Return the codecs of both sides, fitted where they need the prompt, see `encoded_sides`."""
-    made = list(codecs)
-    missing = [i for i, codec in enumerate(codecs) if codec.needs_fit == "prompt" and not new[i].is_meta]
-    to_fit = [_to_fit(store, i, old[i], sinks[i], new[i], call, losses[i]) for i in missing]
-    for i, codec in zip(missing, coding.fitted_sides(to_fit, store.heads), strict=True):
+    to_fit = [_to_fit(store, i, old[i], sinks[i], new[i], call, losses[i]) for i in unfitted]
+    for i, codec in zip(unfitted, coding.fitted_sides(to_fit, store.heads), strict=True):
         made[i] = codec
-    return made
+    return [of or encoded_side(store, i, made[i], old[i], new[i], call) for i, of in enumerate(ahead)]
 
 
-def _ahead(store: Store, side: int, old: Tensor, x: Tensor, call: Packing) -> Ahead | None:
+def _ahead(store: Store, side: int, old: Tensor, x: Tensor, call: Packing) -> list[tuple[Codec, Encoded]] | None:
     """Return what was encoded before for this call, and forget it."""
-    packed = store.sides[side]
-    ahead, packed.ahead = packed.ahead, None
-    if ahead is None:
-        return None
-    return ahead if ahead.is_of(packed.codec, call.place, old, x, call.leave) else None
+    made = []
+    for packed in (tier.sides[side] for tier in store.tiers):
+        ahead, packed.ahead = packed.ahead, None
+        if ahead is not None and ahead.is_of(packed.codec, call.place, old, x, call.leave):
+            made.append((ahead.codec, (ahead.planes, ahead.lost)))
+    return made if len(made) == len(store.tiers) else None
+
+
+def codecs_of_tiers(store: Store, side: int, codec: Codec) -> list[Codec]:
+    """Return the codec of each tier of a side. codec: of the first one, perhaps newly fitted."""
+    sides = [tier.sides[side] for tier in store.tiers]
+    if codec is sides[0].codec or len(sides) == 1:
+        return [codec, *(packed.codec for packed in sides[1:])]
+    codec = codec.at_rate(sides[0].codec.bits)  # type: ignore[attr-defined]  # codecs with several rates have bits
+    return [codec, *(codec.at_rate(packed.bits) for packed in sides[1:])]
 
 
 def encoded_side(
@@ -109,10 +103,7 @@ def encoded_side(
 
     codec: of the side, perhaps newly fitted.
     """
-    sides = [tier.sides[side] for tier in store.tiers]
-    codecs = [packed.codec for packed in sides]
-    if codec is not codecs[0]:
-        codecs = [codec, *(codec.at_rate(packed.bits) for packed in sides[1:])]
+    sides, codecs = [tier.sides[side] for tier in store.tiers], codecs_of_tiers(store, side, codec)
     log.debug("packing %d tokens with %s", call.leave, codecs[0].label)
     if call.tiers is not None:
         return list(zip(codecs, by_rate(store, side, codecs, joined(old, x), call, call.tiers), strict=True))
@@ -234,18 +225,21 @@ def _lost(
     known: that of all heads so far. tokens: all tokens of `heads`, and the codec's input.
     """
     codec, planes, places, count = packed
-    x, before = tokens
     earlier = store.tiers[tier].blocks[0, heads].tolist()
     new = [h for h, n in enumerate(count) if n and not earlier[h]]
     if not new:
         return known
+    if len(new) < len(count):
+        codec = type(codec).joined([codec.of_heads(h, 1) for h in new])
+        planes, places = {name: plane[:, new] for name, plane in planes.items()}, places[:, new]
+    x, before = (of if len(new) == len(count) else of[:, new] for of in tokens)
     B, D = before.shape[0], before.shape[3]
     layout = codec.layout(D)
     unit, chosen, used = layout.block_tokens, [], []
-    for h, n in enumerate(count):
-        blocks, last = n // unit, min(n // unit, LOST_BLOCKS) - 1
-        chosen.append([min(i, last) * (blocks - 1) // max(last, 1) if blocks else 0 for i in range(LOST_BLOCKS)])
-        used.append([h in new and i <= last for i in range(LOST_BLOCKS)])
+    for blocks in (count[h] // unit for h in new):
+        last = min(blocks, LOST_BLOCKS) - 1
+        chosen.append([min(i, last) * (blocks - 1) // max(last, 1) for i in range(LOST_BLOCKS)])
+        used.append([i <= last for i in range(LOST_BLOCKS)])
     few = torch.tensor(chosen).to(x.device)
     measured = (few[..., None] * unit + torch.arange(unit, device=x.device)).flatten(1)
     counts = torch.tensor(used).repeat_interleave(unit, 1).to(x.device)
@@ -261,7 +255,7 @@ def _lost(
     assert found is not None
     users = store.tiers[tier].keys.users
     made = x.new_zeros((B, len(users), D), dtype=torch.float32) if known is None else known.clone()
-    made[:, [users.index(heads.start + h) for h in new]] = found[:, new]
+    made[:, [users.index(heads.start + h) for h in new]] = found
     return made
 
 

@@ -66,13 +66,19 @@ class HeadRates:
         self.lower, self.tiers, self.shares = [rest], torch.tensor([[0, 1]] * heads), [budget] * heads
         if rates is not None:
             rates = rates.cpu()
-            bits = rates[:, :2].unique().flip(0)
-            self.lower, self.shares = bits[1:].tolist(), rates[:, 2].tolist()
-            self.tiers = (rates[:, :2, None] == bits).int().argmax(-1)
+            bits = tier_bits(rates)
+            self.lower, self.shares = bits[1:], rates[:, 2].tolist()
+            self.tiers = torch.tensor([[bits.index(of) for of in both] for both in rates[:, :2].tolist()])
 
     def users(self, tier: int) -> list[int]:
         """Return the heads that have tokens in a tier."""
         return [head for head, tiers in enumerate(self.tiers.tolist()) if tier in tiers]
+
+
+def tier_bits(rates: Tensor) -> list[float]:
+    """Return the bits of each tier of heads with these rates, the most first. rates: see `LayerPlan`."""
+    bits: list[float] = rates[:, :2].unique().flip(0).tolist()
+    return bits
 
 
 class OfTier(NamedTuple):

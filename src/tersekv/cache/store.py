@@ -185,7 +185,7 @@ class Store(Stateful):
 
     def forget_ahead(self) -> None:
         """Forget what was encoded ahead and is not packed."""
-        for side in self.sides:
+        for side in (side for tier in self.tiers for side in tier.sides):
             side.ahead = None
 
     def _next(self, n: int) -> Move:

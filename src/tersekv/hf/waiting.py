@@ -107,7 +107,7 @@ class Waiting:
     def _chooses_rates(self, index: int, call: Call) -> bool:
         """Keep the first call of a layer that packs tokens, and return True; False for any other call.
 
-        The call of the last layer appends those of all, with their rates.
+        With that of the last layer all get their rates, and wait to be packed together.
         """
         layer = self.rated.get(index)
         if self.few:
@@ -124,13 +124,13 @@ class Waiting:
             raise UserError(UNRANKED)
         self.rating[index] = call
         if len(self.rating) == len(self.rated):
-            self.finish()  # layers without rates, which may not follow
             calls, self.rating = self.rating, {}
             tokens = call.keys.shape[2]
             plans = self._allotted(calls)
             for i, layer in self.rated.items():
                 layer.choose_rates(plans[i])
-                layer.add(*calls[i])
+                if not self._joins(i, calls[i]):
+                    layer.add(*calls[i])
             self.few = tokens if tokens < FEW else 0
         return True
 
