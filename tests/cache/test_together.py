@@ -171,6 +171,21 @@ def test_a_prompt_and_its_second_turn_have_the_bytes_of_layers_alone(models, mon
     assert all(side.ahead is None for layer in cache.layers for side in layer.store.sides)
 
 
+def test_bits_that_no_rate_has_are_kept(models, monkeypatch):
+    """A calibration or a file may hold other bits than those that the rate would choose again."""
+    model, (first, then) = models["llama"], prompt(450).split([300, 150], 1)
+    found = []
+    for most in (1 << 21, 0):
+        monkeypatch.setattr("tersekv.hf.waiting.MOST_WAITING", most)
+        cache, _ = read(model, "small", [first])
+        for side in (side for layer in cache.layers for side in layer.store.sides):
+            side.codec.fitted["bits"] = side.codec.fitted["bits"].flip(-1)
+        with tersekv.compress(model, cache), torch.no_grad():
+            model(then, past_key_values=cache)
+        found.append(held(cache))
+    assert same(*found)
+
+
 def test_a_padded_batch_is_packed_layer_by_layer(models, monkeypatch):
     model, ids, mask = models["llama"], prompt(300, batch=2), torch.ones(2, 300, dtype=torch.long)
     mask[1, :40] = 0

@@ -53,8 +53,7 @@ def kind_of(store: LayerStore, call: Call) -> Any:
         spans = codec.fit_spans_heads or codec.encode_spans_heads or layout.starts is not None
         unknown = codec.needs_fit == "corpus" or (codec.needs_fit is not None and store.sinks.tokens > 0)
         measures = side.corrected > 0 and side.lost is None and not ranked
-        # the bits of a calibrated codec may be shared out over layers, so other rates have other ones
-        if spans or unknown or measures or x.is_meta or not codec.joins or (rated and codec.fits_on == "corpus"):
+        if spans or unknown or measures or x.is_meta or not codec.joins:
             return None
         shapes = {name: (len(t), *t.shape[2:]) for name, t in codec.fitted.items()}
         kinds += (codec.for_all_rates(), None) if rated else (codec, layout)
@@ -84,7 +83,7 @@ def encode_calls(stores: Sequence[LayerStore], calls: Sequence[Call]) -> Sequenc
     importance = [call.observed.importance for call in calls if call.observed.importance is not None]
     observed = Observed(importance=torch.cat(importance, dim=1) if len(importance) == len(calls) else None)
     try:
-        joint, numbers = joint_store(stores, new)
+        joint, numbers = _joint_store(stores, new)
         highs = [of.choose(observed, move.leave, place, move.sinks, None) for of in joint.ranked]
         parts = joint.ranked[0].by_tier(highs[0]) if highs else None
         packing = Packing(range(move.skip, move.leave), move.leave, place + move.sinks, None, None, parts)
@@ -98,6 +97,9 @@ def encode_calls(stores: Sequence[LayerStore], calls: Sequence[Call]) -> Sequenc
             codecs = [tier.sides[i].codec for tier in of.tiers]
             if made[0][0] is not joint.sides[i].codec:
                 codecs = codecs_of_tiers(of, i, _copied(made[0][0].of_heads(heads.start, H)))
+            used = [made[number][0].of_heads(heads.start, H) for number in numbers[layer]]
+            if not all(map(_same_fit, codecs, used)):  # bits that were shared out over layers, or read from a file
+                continue
             for tier, codec, number in zip(of.tiers, codecs, numbers[layer], strict=True):
                 own, (_, (planes, lost)) = tier.sides[i], made[number]
                 planes = [codec.layout(own.head_dim).select_heads(part, heads.start, H) for part in planes]
@@ -114,7 +116,7 @@ def encode_calls(stores: Sequence[LayerStore], calls: Sequence[Call]) -> Sequenc
     return done
 
 
-def joint_store(stores: Sequence[LayerStore], like: Sequence[Tensor]) -> tuple[LayerStore, list[list[int]]]:
+def _joint_store(stores: Sequence[LayerStore], like: Sequence[Tensor]) -> tuple[LayerStore, list[list[int]]]:
     """Return a store of the heads of all layers, which holds no tokens, and the numbers of each layer's tiers in it.
 
     like: keys and values [B, H of all layers, n, D].
@@ -158,6 +160,11 @@ def _lost_of_all(sides: Sequence[PackedSide]) -> Tensor | None:
 def _rated(store: LayerStore) -> bool:
     """True if each head has rates of its own."""
     return bool(store.ranked) and store.plan.rates is not None
+
+
+def _same_fit(codec: Codec, other: Codec) -> bool:
+    """True if both have the same fitted tensors."""
+    return all(torch.equal(t, other.fitted[name]) for name, t in codec.fitted.items())
 
 
 def _copied(codec: Codec) -> Codec:
