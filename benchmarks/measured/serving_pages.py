@@ -113,8 +113,8 @@ def page() -> Page:
             Section(
                 "Speed",
                 "Engines in turns in one process, two to four rounds; the last columns compare with vLLM's own cache. "
-                "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes. 32 "
-                "requests were timed with earlier code.",
+                "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes. "
+                "Qwen2.5, 4,000 tokens and 32 requests were timed with earlier code.",
                 made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
             ),
             *(
