@@ -7,10 +7,17 @@ from measured.base import Page, Section, cache, estimate, model, rows
 from recorded import markdown
 from tersekv.lab.evals.tasks.base import Estimate
 
-FILES = ("serving.jsonl", "serving_speed.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
+FILES = ("serving.jsonl", "serving_load.jsonl", "serving_robust.jsonl")
 PYTHON = "build/serving/vllm/bin/python"
 BUSY = "In rows with `busy` two processes computed without end beside the engine."
-OTHER_CPUS = (
+CPUS = (
+    (
+        "Zen 4",
+        "Engines in turns in one process, two to four rounds; the last columns compare with vLLM's own cache. Prefill "
+        "is vLLM's own attention plus the time to encode; `trellis` searches its codes. Qwen2.5 and prompts of 4,000 "
+        "tokens were timed with earlier code, 32 requests before commands were kept.",
+        "serving_speed.jsonl",
+    ),
     (
         "Zen 5",
         f"The same on two threads of Zen 5, where prompts of 1,024 tokens and more are read by our kernel. {BUSY}",
@@ -28,7 +35,7 @@ OTHER_CPUS = (
         "serving_speed_amx167.jsonl",
     ),
 )
-"""CPUs other than the first section's: name, text and record."""
+"""CPUs of the tables of speed: name, text and record."""
 
 CACHE_FILES = ("prompt_cache.jsonl", "prompt_cache_qwen.jsonl")
 
@@ -99,6 +106,12 @@ def tables(*files: str) -> dict[str, str]:
     return serving.tables([row | {"model": model({"model": "smollm2"} | row)} for row in rows(*files)])
 
 
+def commands(file: str) -> str:
+    """Return the commands that made a record, but for rows from before commands were kept."""
+    kept = dict.fromkeys(row["command"] for row in rows(file) if "command" in row)
+    return "\n".join(f"{PYTHON} benchmarks/{command}" for command in kept)
+
+
 def page() -> Page:
     """Return the page."""
     made = tables(*FILES)
@@ -110,25 +123,15 @@ def page() -> Page:
         "SmolLM2-135M in bfloat16, vLLM's CPU backend, two threads of Zen 4 where no other CPU is named. Nothing was "
         "served on a GPU.",
         (
-            Section(
-                "Speed",
-                "Engines in turns in one process, two to four rounds; the last columns compare with vLLM's own cache. "
-                "Prefill is vLLM's own attention plus the time to encode; `trellis` searches its codes. "
-                "Qwen2.5, 4,000 tokens and 32 requests were timed with earlier code.",
-                made["speed"], FILES[1:2], command.format("speed --recipes full turboquant:bits=4"),
-            ),
             *(
-                Section(
-                    f"Speed on {cpu}", text, tables(file)["speed"], [file],
-                    "\n".join(dict.fromkeys(f"{PYTHON} benchmarks/{row['command']}" for row in rows(file))),
-                )
-                for cpu, text, file in OTHER_CPUS
+                Section(f"Speed on {cpu}", text, tables(file)["speed"], [file], commands(file))
+                for cpu, text, file in CPUS
             ),
             Section(
                 "Under memory pressure",
                 "The cache holds about a quarter of what runs at once natively, or as many bytes of packed pages. "
                 "Prompts are random ids: 48 requests, 32 at once, or 16 conversations of 6 turns, 4 at once.",
-                made["load"], FILES[2:3], command.format("load --recipe full"),
+                made["load"], FILES[1:2], command.format("load --recipe full"),
             ),
             Section(
                 "A thousand requests",
@@ -138,7 +141,7 @@ def page() -> Page:
                 "killed and started again. At a tie two tokens' logits differ by less than 0.01. Kernels with "
                 "`avx512bf16` round products of few queries to bfloat16, so how prompts are cut changes their logits "
                 "by up to 0.14.",
-                made["robust"], FILES[3:], command.format("robust --recipe turboquant:bits=4"),
+                made["robust"], FILES[2:], command.format("robust --recipe turboquant:bits=4"),
             ),
             Section(
                 "Capacity",

@@ -194,7 +194,7 @@ def page() -> Page:
     return Page(
         "Speed and memory with a model",
         "Time to read a prompt, a second turn, a step and peak memory, by CPU kind, model, length and cache.",
-        "Two threads, caches in turns in one process, medians of 2 to 6 rounds. The machines were shared, so times of "
+        "Two threads, caches in turns in one process, medians of 2 to 9 rounds. The machines were shared, so times of "
         "different runs cannot be compared. Ratios can: they are of the same round, least and most, after the median "
         "of three and more. `trellis:bits=3,calibration=prompt` was the preset `default` in the earlier runs, before "
         "its packing became faster. The presets code Gemma 3 as `kivi:bits=4` where a prompt has less than 4,096 "
