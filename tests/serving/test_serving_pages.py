@@ -17,7 +17,8 @@ from tersekv.layouts.base import BLOCK_TOKENS
 from tersekv.serving.dense import AttentionKind
 from tersekv.serving.pages import PagePool
 from tersekv.serving.slots import Slots, why_not_slots
-from tersekv.serving.steps import IDLE_STEPS, SINKS, EngineStep, Rows, SinkRows
+from tersekv.serving.spans import SINKS
+from tersekv.serving.steps import IDLE_STEPS, EngineStep, Rows, SinkRows
 from tersekv.transforms.rope import standard_rope
 
 CODECS = {

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from tersekv.serving.dense import AttentionKind
-from tersekv.serving.pages import SINKS
 from tersekv.serving.steps import EngineStep, Rows
 from test_serving_pages import ROPE, calibrated, decoded, expected, pool_of, slots_of
 from test_serving_pages import backend as backend
@@ -70,17 +69,24 @@ def test_windows_of_calibrated_codecs(name, backend):
 
 
 def test_layers_with_and_without_a_window_share_a_step():
+    """Also with a block table each, as in models whose layers are of two kinds."""
     torch.manual_seed(0)
-    slots, rows = slots_of("kivi"), Rows(4)
-    wide, narrow = (pool_of(slots, 8, 32, kind=AttentionKind(0.125, window=w)) for w in (None, 40))
-    keys, values, query = torch.randn(130, 2, 64), torch.randn(130, 2, 64), torch.randn(130, 6, 64)
-    table, hats = torch.arange(8, dtype=torch.int32)[None], decoded(slots, keys, values)
+    slots = slots_of("kivi")
+    wide, narrow, own = (pool_of(slots, 24, 32, kind=AttentionKind(0.125, window=w)) for w in (None, 40, 40))
+    one = torch.arange(16, dtype=torch.int32).view(2, 8)
+    plans = (one, Rows(4), (wide, narrow)), (23 - one, Rows(4), (own,))
+    keys, values, query = (torch.randn(2, 130, heads, 64) for heads in (2, 2, 6))
+    hats = [decoded(slots, k, v) for k, v in zip(keys, values, strict=True)]
     for first, last in ((0, 100), (100, 128), (128, 129), (129, 130)):
-        step = EngineStep.plan([0, last - first], [last], table, 32, rows)
-        for pool in (wide, narrow):
-            own = slice(first, last)
-            pool.write(keys[own], values[own], step)
-            out = pool.attend(query[own], keys[own], values[own], step)
-            want = expected(query[own], keys[:last], values[:last], hats, 32, "step", pool.kind)
-            torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)
-    assert SINKS < 40
+        n = last - first
+        new = [x[:, first:last].flatten(0, 1) for x in (query, keys, values)]
+        steps = [EngineStep.plan([0, n, 2 * n], [last, last], table, 32, rows) for table, rows, _ in plans]
+        assert steps[0].spans is steps[1].spans
+        for step, (_, _, pools) in zip(steps, plans, strict=True):
+            for pool in pools:
+                pool.write(*new[1:], step)
+                outs = pool.attend(*new, step).split(n)
+                for i, out in enumerate(outs):
+                    sides = keys[i, :last], values[i, :last]
+                    want = expected(query[i, first:last], *sides, hats[i], 32, "step", pool.kind)
+                    torch.testing.assert_close(out, want, atol=2e-3, rtol=2e-3)

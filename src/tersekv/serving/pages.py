@@ -26,7 +26,8 @@ from tersekv.layouts.base import BLOCK_TOKENS, PackedTensors, View
 from tersekv.serving.by_page import attend_by_page, nothing
 from tersekv.serving.dense import AttentionKind, DenseAttention, Lengths, attend_dense
 from tersekv.serving.slots import Slots
-from tersekv.serving.steps import SINKS, Chunk, EngineStep, Full, Singles
+from tersekv.serving.spans import SINKS
+from tersekv.serving.steps import Chunk, EngineStep, Full, Singles
 from tersekv.transforms.angles import Angles
 from tersekv.transforms.rope import KEPT_ELEMENTS, Rope
 

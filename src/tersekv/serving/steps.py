@@ -5,7 +5,8 @@ A page is packed when its last token arrives. Until then its tokens are in a row
 pages packed, except that the first SINKS tokens of a request stay exact (attention sinks). Queries of a
 prompt also read the tokens of their own step exactly.
 
-The plan is made of whole arrays, without a loop over requests.
+The plan is made of whole arrays, without a loop over requests. What block tables of a model share is in
+`tersekv.serving.spans`.
 
 Shapes: T tokens of the step, n requests, P pages of the longest request, p tokens per page.
 """
@@ -17,11 +18,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from tersekv.errors import CacheError
 from tersekv.layouts.base import BLOCK_TOKENS
+from tersekv.serving.spans import Ints, Seen, Spans, tensor
 
 IDLE_STEPS = 32
 """Number of steps after which the row of a page may be reused for another page.
@@ -29,11 +30,6 @@ IDLE_STEPS = 32
 Engines run every unfinished request at almost every step. A row that is idle for longer belongs to a
 request that has ended.
 """
-
-SINKS = 4
-"""First tokens of a request that are read exactly. They get much attention, and their keys are unlike others."""
-
-Ints = NDArray[np.int64]
 
 
 class Rows:
@@ -89,6 +85,8 @@ class Rows:
 
     def release(self, pages: Ints) -> None:
         """Free the rows of pages, if they have any."""
+        if not len(pages):
+            return
         self._row = _reaching(self._row, pages)
         rows = self._row[pages]
         rows = rows[rows >= 0]
@@ -129,6 +127,8 @@ class SinkRows:
 
     def begin(self, pages: Ints) -> None:
         """Free the rows of pages that are written anew."""
+        if not len(pages):
+            return
         rows = self.of(pages)
         self._free += rows[rows >= 0].tolist()
         self._row[pages] = -1
@@ -181,14 +181,12 @@ class Singles:
 
     tokens: token of each query, int64 [B]; None if the step has no other tokens. pages: int32
     [B, P] of full pages, −1 for none. packed: mask of packed tokens, bool [B, 1, P·p].
-    seen: number of each request's tokens, int64 [B].
     rows: row of each request, int64 [B]. exact: mask of the row's tokens, bool [B, 1, p].
     sinks: row of each request's sinks, int64 [B]. first: mask of them, bool [B, 1, SINKS].
     reads_packed: True if any query reads a packed token.
     """
 
     tokens: Tensor | None
-    seen: Tensor
     pages: Tensor
     packed: Tensor
     rows: Tensor
@@ -197,23 +195,10 @@ class Singles:
     first: Tensor
     reads_packed: bool
 
-    def within(self, window: int) -> Singles:
-        """Return the reads of a layer whose queries see only the `window` latest tokens, their own included.
-
-        Pages before the window are left out, because the engine may have given them away.
-        """
-        device, p = self.seen.device, self.exact.shape[-1]
-        first = (self.seen - window)[:, None]  # position of the first token in the window, or below 0
-        page = torch.arange(self.pages.shape[1], device=device)
-        place = torch.arange(len(page) * p, device=device)
-        begun = ((self.seen - 1) // p * p)[:, None] + torch.arange(p, device=device)
-        return replace(
-            self,
-            pages=torch.where((page + 1) * p > first, self.pages, -1),
-            packed=self.packed & (place >= first)[:, None],
-            exact=self.exact & (begun >= first)[:, None],
-            first=self.first & (torch.arange(SINKS, device=device) >= first)[:, None],
-        )
+    def seeing(self, seen: Seen) -> Singles:
+        """Return the reads of a layer whose queries see other tokens."""
+        pages = torch.where(seen.pages, self.pages, -1)
+        return replace(self, pages=pages, packed=seen.packed, exact=seen.exact, first=seen.first)
 
 
 @dataclass(frozen=True)
@@ -237,7 +222,8 @@ class EngineStep:
     """Requests of one step, for all layers.
 
     copied: tokens copied to rows in their order, int64 [n], and their places: row · p + position in the row.
-    rows, sinks: numbers of rows, of pages and of sinks. shared: room for what layers compute alike.
+    rows, sinks: numbers of rows, of pages and of sinks. spans: what block tables share.
+    shared: room for what layers compute alike.
     """
 
     singles: Singles | None
@@ -246,6 +232,7 @@ class EngineStep:
     copied: tuple[Tensor, Tensor]
     rows: int
     sinks: int
+    spans: Spans
     shared: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
 
     def singles_within(self, window: int | None) -> Singles | None:
@@ -254,7 +241,8 @@ class EngineStep:
             return self.singles
         key = "window", window
         if key not in self.shared:
-            self.shared[key] = self.singles.within(window)
+            seen = self.spans.seen_by_singles(window, self.singles.pages.device)
+            self.shared[key] = self.singles.seeing(seen)
         found: Singles = self.shared[key]
         return found
 
@@ -265,7 +253,7 @@ class EngineStep:
             return self
         singles, full = (None if part is None else _moved(part, device) for part in (self.singles, self.full))
         token, place = (x.to(device) for x in self.copied)
-        return EngineStep(singles, self.chunks, full, (token, place), self.rows, self.sinks)
+        return EngineStep(singles, self.chunks, full, (token, place), self.rows, self.sinks, self.spans)
 
     @staticmethod
     def plan(starts: Any, seen: Any, pages: Tensor, p: int, rows: Rows) -> EngineStep:
@@ -278,105 +266,60 @@ class EngineStep:
         rows: rows of exact copies, which are updated.
         """
         rows.step += 1
-        starts, seen = np.asarray(starts, np.int64), np.asarray(seen, np.int64)
-        queries = np.diff(starts)
-        runs = np.flatnonzero(queries)
-        first, queries, seen = starts[:-1][runs], queries[runs], seen[runs]
-        pages = pages[torch.from_numpy(runs)]
+        of = Spans.of(starts, seen, p)
+        if len(of.requests) < len(pages):
+            pages = pages[torch.from_numpy(of.requests)]
         table = pages.numpy()
-        start = seen - queries
-        begun, ends = start // p, (seen - 1) // p  # pages of the first and of the last query
-        each = np.arange(len(runs))
 
-        # the page that was begun before this step, and the one that this step begins
-        old = np.flatnonzero(start % p)
-        old_page = table[old, begun[old]].astype(np.int64)
-        old_row = rows.find(old_page, start[old] % p)
-        new = np.flatnonzero(((ends > begun) | (start % p == 0)) & (seen % p != 0))
-        full_first = begun + (start % p != 0)  # pages from here to seen // p are of this step alone
-        alone = np.maximum(seen // p - full_first, 0)
-        owner = np.repeat(each, alone)
-        own_page = full_first[owner] + _counted(alone)
-        rows.release(table[owner, own_page].astype(np.int64))
-        rows.sinks.begin(np.concatenate([table[owner, own_page], table[new, ends[new]]]).astype(np.int64))
-        new_row = rows.take(table[new, ends[new]].astype(np.int64))
-        old_stop = np.minimum(seen[old], (begun[old] + 1) * p)
-        rows.hold(old_row, old_stop - begun[old] * p)
-        rows.hold(new_row, seen[new] - ends[new] * p)
+        old_page = table[of.old, of.old_page].astype(np.int64)
+        old_row = rows.find(old_page, of.old_held)
+        new_page = table[of.new, of.new_page].astype(np.int64)
+        own_page = table[of.owner, of.own_page].astype(np.int64)
+        rows.release(own_page)
+        rows.sinks.begin(np.concatenate([own_page, new_page]))
+        new_row = rows.take(new_page)
+        rows.hold(old_row, of.old_holds)
+        rows.hold(new_row, of.new_holds)
+        place = np.concatenate([old_row, new_row])[of.copied_row] * p + of.copied_place
 
-        new_start = np.maximum(start[new], ends[new] * p)
-        count = np.concatenate([old_stop - start[old], seen[new] - new_start])
-        where = np.concatenate([start[old], new_start])
-        who, step = np.repeat(np.concatenate([old, new]), count), _counted(count)
-        position = np.repeat(where, count) + step
-        token = first[who] + position - start[who]
-        order = np.argsort(token)
-        place = np.repeat(np.concatenate([old_row, new_row]), count) * p + position % p
-        copied = _tensor(token[order]), _tensor(place[order])
-
-        completed = np.flatnonzero(old_stop == (begun[old] + 1) * p)
-        full = None
-        if len(owner) or len(completed):
-            tokens = (first[owner] + own_page * p - start[owner])[:, None] + np.arange(p)
-            page = np.concatenate([table[owner, own_page].astype(np.int64), old_page[completed]])
-            number = np.concatenate([own_page, begun[old][completed]])
+        full, completed = None, of.completed
+        if len(of.full_page):
+            page = np.concatenate([own_page, old_page[completed]])
             blocks = page[:, None] * (p // BLOCK_TOKENS) + np.arange(p // BLOCK_TOKENS)
-            places = number[:, None] * p + np.arange(p)
-            starting = np.flatnonzero(number == 0)
-            sinks = _tensor(starting), _tensor(rows.sinks.take(page[starting]))
-            full = Full(_tensor(tokens), _tensor(old_row[completed]), _tensor(blocks), _tensor(places), sinks)
+            sinks = tensor(of.starting), tensor(rows.sinks.take(page[of.starting]))
+            full = Full(of.full_tokens, tensor(old_row[completed]), tensor(blocks), of.full_positions, sinks)
             if rows.keeps_full:  # but not of the page before: fewer tokens are taken back than a page has
-                later = completed[begun[old][completed] > 0]
-                rows.release(table[old[later], begun[old][later] - 1].astype(np.int64))
-                rows.release(old_page[completed[seen[old][completed] >= (begun[old][completed] + 2) * p]])
+                later = completed[of.old_page[completed] > 0]
+                rows.release(table[of.old[later], of.old_page[later] - 1].astype(np.int64))
+                after = of.seen[of.old[completed]] >= (of.old_page[completed] + 2) * p
+                rows.release(old_page[completed[after]])
             else:
                 rows.release(old_page[completed])
 
-        row = np.full(len(runs), -1)
-        row[old] = old_row
+        row = np.full(len(of.requests), -1)
+        row[of.old] = old_row
         sink = rows.sinks.of(table[:, 0].astype(np.int64))
-        last = first + queries
         chunks = tuple(
-            Chunk(int(first[i]), int(last[i]), int(seen[i]), pages[i], int(row[i]), int(sink[i]))
-            for i in np.flatnonzero(queries > 1).tolist()
+            Chunk(
+                int(of.first[i]), int(of.first[i] + of.queries[i]), int(of.seen[i]), pages[i], int(row[i]), int(sink[i])
+            )
+            for i in of.several
         )
-        row[new] = new_row
-        single = np.flatnonzero(queries == 1)
+        row[of.new] = new_row
         singles = None
-        if len(single):
-            only = not chunks and bool((first[single] == np.arange(len(single))).all())
-            singles = _singles(first[single], seen[single], table[single], row[single], sink[single], p, only)
-        return EngineStep(singles, chunks, full, copied, len(rows), rows.sinks.count)
-
-
-def _singles(first: Ints, seen: Ints, table: NDArray[np.int32], row: Ints, sink: Ints, p: int, alone: bool) -> Singles:
-    """Return the reads of requests with one query each. alone: the step has no other tokens."""
-    packed = (seen - 1) // p  # pages that are read packed
-    P = max(1, int(packed.max(initial=0)))
-    reads = np.arange(P) < packed[:, None]
-    visible = np.repeat(reads, p, axis=1)
-    visible[:, :SINKS] = False
-    held = np.arange(p) < (seen - packed * p)[:, None]
-    return Singles(
-        None if alone else torch.from_numpy(first),
-        torch.from_numpy(seen),
-        torch.from_numpy(np.where(reads, table[:, :P], -1).astype(np.int32)),
-        torch.from_numpy(visible).unsqueeze(1),
-        torch.from_numpy(row),
-        torch.from_numpy(held).unsqueeze(1),
-        torch.from_numpy(np.maximum(sink, 0)),
-        torch.from_numpy(np.repeat((packed > 0)[:, None], SINKS, axis=1)).unsqueeze(1),
-        bool(packed.any()),
-    )
-
-
-def _counted(counts: Ints) -> Ints:
-    """Return 0 to counts[0] − 1, then 0 to counts[1] − 1, and so on."""
-    return np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
-
-
-def _tensor(x: NDArray[Any]) -> Tensor:
-    return torch.from_numpy(np.ascontiguousarray(x.reshape(-1), dtype=np.int64))
+        if len(of.single):
+            seen = of.seen_by_singles(None, pages.device)
+            singles = Singles(
+                of.single_tokens,
+                torch.from_numpy(np.where(of.reads, table[of.single, : of.reads.shape[1]], -1).astype(np.int32)),
+                seen.packed,
+                torch.from_numpy(row[of.single]),
+                seen.exact,
+                torch.from_numpy(np.maximum(sink[of.single], 0)),
+                seen.first,
+                bool(of.reads.any()),
+            )
+        return EngineStep(singles, chunks, full, (of.copied, tensor(place)), len(rows), rows.sinks.count, of)
 
 
 def _moved(part: Any, device: torch.device) -> Any:
