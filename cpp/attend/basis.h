@@ -24,7 +24,8 @@ struct HeadMatrix {
 
 constexpr int64_t kSolvedAtOnce = 256;
 
-// Least and most vectors of a task, for which unpacking and transposing a matrix costs little.
+// Least and most vectors of a task, for which unpacking and transposing a matrix costs little. A task has fewer
+// vectors where threads would have no task.
 constexpr int64_t kMultipliedAtOnce = 48, kMostAtOnce = 512;
 
 // R vectors of each of B·H heads. Strides of x and out are between vectors; the vectors of a head
@@ -40,9 +41,14 @@ struct BasisProduct {
   bool invert = false;  // find y with x = sum of y_d·row_d, for a matrix in codes
   // of the y_d [B, H, D]: then x is not read, and each y is that of a unit vector, in these units
   const float* units = nullptr;
+  int threads = 1;  // no more than so many tasks are made of few vectors
 
   // Batch rows of a product's task, which multiply with the same matrix.
-  int64_t batch_rows() const { return matrix.shared() ? ceil_div(kMultipliedAtOnce, R > 0 ? R : 1) : 1; }
+  int64_t batch_rows() const {
+    if (!matrix.shared()) return 1;
+    const int64_t all = ceil_div(kMultipliedAtOnce, R > 0 ? R : 1), even = ceil_div(B * H, threads);
+    return even < all && even > 0 ? even : all;
+  }
   // Tasks over a product's vectors of one head and batch row. They each unpack the matrix again.
   int64_t parts() const { return batch_rows() == 1 ? ceil_div(R, kMostAtOnce) : 1; }
   // Number of tasks. Those of an inverse each factor the matrix again.

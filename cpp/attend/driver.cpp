@@ -227,9 +227,10 @@ void decode(const Decode& call, int threads) {
       [](const void* context, int64_t task) { current().decode(*static_cast<const Decode*>(context), task); }, &call);
 }
 
-void multiply(const BasisProduct& call, int threads) {
+void multiply(BasisProduct call, int threads) {
   const double products = static_cast<double>(call.B * call.H * call.R) * static_cast<double>(call.D * call.D);
   if (0.1 * products < team_worth_ns()) threads = 1;
+  call.threads = threads;
   run_in_team(
       call.tasks(), threads,
       [](const void* context, int64_t task) {

@@ -36,6 +36,6 @@ void merge_segments(const Merge& call, int threads);
 void decode(const Decode& call, int threads);
 
 // Multiply all heads, on up to `threads` threads.
-void multiply(const BasisProduct& call, int threads);
+void multiply(BasisProduct call, int threads);
 
 }  // namespace tersekv

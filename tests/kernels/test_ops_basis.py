@@ -44,6 +44,18 @@ def test_products(B, H, R, fours, one_row, combine):
     torch.testing.assert_close(cpu_attend.basis_product(x, **kept, combine=combine), expected, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.parametrize("combine", [True, False])
+def test_batch_rows_of_one_matrix_are_divided_among_threads(two_threads, combine):  # noqa: F811
+    kept, x = drawn(1, 1, 128), torch.randn(5, 1, 4, 128)
+    found = [cpu_attend.basis_product(x, **kept, combine=combine)]
+    for threads in (1, 3, 9):
+        torch.set_num_threads(threads)
+        found.append(cpu_attend.basis_product(x, **kept, combine=combine))
+    assert all(torch.equal(other, found[0]) for other in found[1:])
+    expected = basis_product.reference(x, **kept, combine=combine)
+    torch.testing.assert_close(found[0], expected, rtol=1e-5, atol=1e-3)
+
+
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3), st.integers(1, 3), st.sampled_from([1, 7, 300]), st.integers(1, 8), st.booleans())
 def test_components(B, H, R, sixteens, one_row):
