@@ -15,10 +15,11 @@ time.
 `kl` compares the next-token distributions over the prompts themselves. They are read in chunks of 128
 tokens, so that later chunks read packed what earlier ones left.
 
-`speed` has all engines in one process, and every round runs each of them once, so that other load on
-the machine meets all alike. A shape is requests x prompt tokens x new tokens. Prompts are random ids,
-which greedy decoding continues without stopping. Prefill is the sum of steps until the last request
-has its first token. Decode is the median step after that, with all requests running.
+`speed` has all engines in one process, which take turns: each reads the prompts, then each decodes 8
+steps, until all have answered, so that other load on the machine meets all alike. A shape is
+requests x prompt tokens x new tokens. Prompts are random ids, which greedy decoding continues without
+stopping. Prefill is the sum of steps until the last request has its first token. Decode is the
+median step after that, with all requests running, without the first one of a turn.
 
 `load` and `robust` are described in `serving_server.py`.
 """
@@ -30,6 +31,7 @@ import math
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,9 @@ from tersekv.lab.evals.tasks.base import Estimate
 
 REQUEST = "Explain this text in your own words."
 FULL = serving_server.FULL
+TURN = 8
+"""Decoding steps after which it is another engine's turn. On a shared machine, times change within seconds."""
+DONE = object()
 MAX_MODEL_LEN = 2048
 """Maximum number of tokens per sequence. vLLM's capacity depends on it slightly."""
 
@@ -153,15 +158,19 @@ def kl(args: argparse.Namespace) -> None:
     print(kl_table([{"kl": found}]))
 
 
-def steps(llm: Any, ids: list[list[int]], new_tokens: int) -> tuple[float, float]:
-    """Answer one batch. Return the seconds of prefill and of a median decoding step."""
+def answer(llm: Any, ids: list[list[int]], new_tokens: int, seconds: list[float]) -> Iterator[None]:
+    """Answer one batch. Append the seconds of prefill, then those of decoding steps with all requests running.
+
+    Pauses after the prefill and after each `TURN` steps. The first step after a pause is not timed,
+    because the CPU's caches hold what another engine read.
+    """
     import vllm
 
     sampling = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, ignore_eos=True, detokenize=False)
     core, made = llm.llm_engine, {str(i): 0 for i in range(len(ids))}
     for name, row in zip(made, ids, strict=True):
         core.add_request(name, {"prompt_token_ids": row}, sampling)
-    prefill, decode = 0.0, []
+    prefill, turn = 0.0, 0
     while core.has_unfinished_requests():
         begun, running = all(made.values()), all(n < new_tokens for n in made.values())
         started = time.perf_counter()
@@ -171,9 +180,14 @@ def steps(llm: Any, ids: list[list[int]], new_tokens: int) -> tuple[float, float
             made[out.request_id] = len(out.outputs[0].token_ids)
         if not begun:
             prefill += spent
-        elif running:
-            decode.append(spent)
-    return prefill, statistics.median(decode or [math.nan])  # short answers may end before the last one begins
+            if all(made.values()):
+                seconds.append(prefill)
+                yield
+        elif turn and running:
+            seconds.append(spent)
+        turn = (turn + 1) % TURN if begun else 0
+        if begun and not turn:
+            yield
 
 
 def capacity(llm: Any) -> int:
@@ -199,10 +213,15 @@ def speed(args: argparse.Namespace) -> None:
         ids = torch.randint(1000, 40000, (requests, prompt), generator=draw).tolist()
         times: dict[str, list[tuple[float, float]]] = {recipe: [] for recipe in engines}
         for llm in engines.values():
-            steps(llm, [row[: args.warm_up] for row in ids], 3)  # first calls allocate memory
+            list(answer(llm, [row[: args.warm_up] for row in ids], 3, []))  # first calls allocate memory
         for _ in range(args.rounds):
-            for recipe, llm in engines.items():
-                times[recipe].append(steps(llm, ids, new))
+            spent: dict[str, list[float]] = {recipe: [] for recipe in engines}
+            turns = [answer(llm, ids, new, spent[recipe]) for recipe, llm in engines.items()]
+            while turns:
+                turns = [turn for turn in turns if next(turn, DONE) is not DONE]
+            for recipe, (prefill, *decode) in spent.items():
+                # short answers may end before the last one begins
+                times[recipe].append((prefill, statistics.median(decode or [math.nan])))
         held = {recipe: capacity(llm) for recipe, llm in engines.items()}
         row = {"shape": [requests, prompt, new], "seconds": times, "tokens_in_1_gib": held}
         record(args.out, about, [row])
