@@ -13,9 +13,11 @@ BUSY = "In rows with `busy` two processes computed without end beside the engine
 CPUS = (
     (
         "Zen 4",
-        "Engines in turns in one process, two to four rounds; the last columns compare with vLLM's own cache. Prefill "
-        "is vLLM's own attention plus the time to encode; `trellis` searches its codes. Qwen2.5 and prompts of 4,000 "
-        "tokens were timed with earlier code, 32 requests before commands were kept.",
+        "Engines in turns of eight steps in one process, two to four rounds; the last columns compare with vLLM's own "
+        "cache. Elsewhere a turn was a whole answer, which other load on the machine changed more. Prefill is vLLM's "
+        "own attention plus the time to encode; `trellis` searches its codes. Prefill of one engine differs by up to a "
+        "sixth from one process to the next: Gemma's two runs differ in the engines' order. 32 requests were timed "
+        "before commands were kept.",
         "serving_speed.jsonl",
     ),
     (
