@@ -41,7 +41,7 @@ struct BasisProduct {
   bool invert = false;  // find y with x = sum of y_d·row_d, for a matrix in codes
   // of the y_d [B, H, D]: then x is not read, and each y is that of a unit vector, in these units
   const float* units = nullptr;
-  int threads = 1;  // no more than so many tasks are made of few vectors
+  int threads = 1;  // few vectors are divided into no more tasks than this
 
   // Batch rows of a product's task, which multiply with the same matrix.
   int64_t batch_rows() const {
