@@ -238,11 +238,13 @@ class Questions(Experiment):
         return found + (list(self._means(found)) if self.mean else [])
 
     def _means(self, found: Sequence[Result]) -> Iterator[Result]:
-        """Yield the mean over columns of each row that has all of them, and of each metric.
+        """Yield the mean over columns of each row that has all of them, and of each metric. One column needs none.
 
         Columns are independent of each other.
         """
         columns = len({r.column for r in found})
+        if columns == 1:
+            return
         for row, metric in dict.fromkeys((r.row, r.metric) for r in found):
             of = [r for r in found if (r.row, r.metric) == (row, metric)]
             if (n := len(of)) < columns:
