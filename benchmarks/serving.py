@@ -27,6 +27,7 @@ median step after that, with all requests running, without the first one of a tu
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import os
 import statistics
@@ -47,7 +48,6 @@ REQUEST = "Explain this text in your own words."
 FULL = serving_server.FULL
 TURN = 8
 """Decoding steps after which it is another engine's turn. On a shared machine, times change within seconds."""
-DONE = object()
 MAX_MODEL_LEN = 2048
 """Maximum number of tokens per sequence. vLLM's capacity depends on it slightly."""
 
@@ -217,8 +217,8 @@ def speed(args: argparse.Namespace) -> None:
         for _ in range(args.rounds):
             spent: dict[str, list[float]] = {recipe: [] for recipe in engines}
             turns = [answer(llm, ids, new, spent[recipe]) for recipe, llm in engines.items()]
-            while turns:
-                turns = [turn for turn in turns if next(turn, DONE) is not DONE]
+            for _ in itertools.zip_longest(*turns):  # one turn of each engine
+                pass
             for recipe, (prefill, *decode) in spent.items():
                 # short answers may end before the last one begins
                 times[recipe].append((prefill, statistics.median(decode or [math.nan])))

@@ -71,8 +71,9 @@ class Spans:
         self.completed = np.flatnonzero(self.old_holds == p)
         """Index, in `old`, of the pages that get full."""
 
-        count = np.concatenate([stop - self.start[self.old], self.seen[self.new] - self._new_start()])
-        position = np.repeat(np.concatenate([self.start[self.old], self._new_start()]), count) + counted(count)
+        new_start = np.maximum(self.start[self.new], self.new_page * p)
+        count = np.concatenate([stop - self.start[self.old], self.seen[self.new] - new_start])
+        position = np.repeat(np.concatenate([self.start[self.old], new_start]), count) + counted(count)
         who = np.repeat(np.concatenate([self.old, self.new]), count)
         token = self.first[who] + position - self.start[who]
         order = np.argsort(token)
@@ -119,9 +120,6 @@ class Spans:
             found = self._all() if window is None else self._within(window)
             self._seen[key] = Seen(*(torch.from_numpy(x).to(device) for x in found))
         return self._seen[key]
-
-    def _new_start(self) -> Ints:
-        return np.maximum(self.start[self.new], self.new_page * self.p)
 
     def _all(self) -> tuple[NDArray[np.bool_], ...]:
         packed = np.repeat(self.reads, self.p, axis=1)
