@@ -16,8 +16,8 @@ CPUS = (
         "Engines in turns of eight steps in one process, two to four rounds; the last columns compare with vLLM's own "
         "cache. Elsewhere a turn was a whole answer, which other load on the machine changed more. Prefill is vLLM's "
         "own attention plus the time to encode; `trellis` searches its codes. Gemma's two runs had the engines in "
-        "two orders, and `kivi`'s prefill differs by an eighth: why is not known. 32 requests were timed before commands "
-        "were kept.",
+        "two orders, and `kivi`'s prefill differs by an eighth: why is not known. 32 requests were timed before "
+        "commands were kept.",
         "serving_speed.jsonl",
     ),
     (
