@@ -27,7 +27,12 @@ PACKED = (
     "to 159 tokens are exact and count as bits."
 )
 
-SHAPES = {"SmolLM2 (9/3/64)": (9, 3, 64), "8B (32/8/128)": (32, 8, 128)}
+SHAPES = {
+    "SmolLM2 (9/3/64)": (9, 3, 64),
+    "Qwen2.5 (14/2/64)": (14, 2, 64),
+    "Gemma 3 (4/1/256)": (4, 1, 256),
+    "8B (32/8/128)": (32, 8, 128),
+}
 """Query heads, key-value heads and head dim of the timed layers."""
 TIMED = {
     EXACT: EXACT,

@@ -8,8 +8,9 @@ from measured.verdicts import FULL, Claim
 
 QJL = "QJL: orthogonal rows, 8 outliers, M = 2·D, 15 first layers"
 RECALL = ("1k", "2k", "4k", "8k")
-STEP, READ = "ms to decode a token, one layer, {}", "ms to read the prompt, one layer, {}"
-LLAMA, SMOLLM2 = "8B (32/8/128)", "SmolLM2 (9/3/64)"
+STEP, READ = (f"ms to {what}, one layer, {{name}} ({{size}})" for what in ("decode a token", "read the prompt"))
+HEADS = {"8B": "32/8/128", "SmolLM2": "9/3/64", "Qwen2.5": "14/2/64", "Gemma 3": "4/1/256"}
+PROJECTIONS = {"LLaMA-7B": "4,096", "SmolLM2": "192"}
 
 
 def _kl(table: str, where: str, says: str, first: str, second: str) -> Claim:
@@ -19,10 +20,8 @@ def _kl(table: str, where: str, says: str, first: str, second: str) -> Claim:
 _ablation, _alike = (functools.partial(_kl, table) for table in ("ablations", "like-for-like"))
 
 
-def _layer(says: str, first: str, second: str, column: str, metric: str, shape: str, margin: float = 0.0) -> Claim:
-    named = f"{says} ({shape.split()[0]}'s shape)"
-    metric = metric.format(shape)
-    return Claim("qjl", "Figure 3", named, "figure3", first, second, (column,), metric, margin, of_layer=True)
+def _layer(says: str, first: str, second: str, column: str, metric: str, margin: float = 0.0) -> Claim:
+    return Claim("qjl", "Figure 3", says, "figure3", first, second, (column,), metric, margin, layers=HEADS)
 
 
 def _perplexity(
@@ -76,20 +75,13 @@ CLAIMS = {
                "QJL, 3.00 bits, rows 64 + 96", "KIVI, 3.00 bits"),
         Claim("qjl", "Table 1", "LongBench: QJL answers better than KIVI"),
         Claim("qjl", "Table 2", "lm-eval: QJL answers like the full cache"),
-        *(
-            claim
-            for shape in (LLAMA, SMOLLM2)
-            for claim in (
-                _layer("QJL decodes faster than the full cache at 16k", "QJL", "exact", "16k", STEP, shape),
-                _layer("QJL decodes faster than 16-bit tokens read by our kernels at 16k", "QJL", "exact, our kernels",
-                       "16k", STEP, shape),
-                _layer("QJL decodes faster than KIVI at 16k", "QJL", "KIVI, 2 bits", "16k", STEP, shape),
-                _layer("QJL decodes faster than KVQuant at 16k", "QJL", "KVQuant, 4 bits, 1 %", "16k", STEP, shape),
-                _layer("QJL slows a prompt of 1k by less than 10 %", "QJL", "exact", "1k", READ, shape, 0.1),
-                _layer("QJL reads a prompt of 1k faster than KVQuant", "QJL", "KVQuant, 4 bits, 1 %", "1k", READ,
-                       shape),
-            )
-        ),
+        _layer("QJL decodes faster than the full cache at 16k", "QJL", "exact", "16k", STEP),
+        _layer("QJL decodes faster than 16-bit tokens read by our kernels at 16k", "QJL", "exact, our kernels", "16k",
+               STEP),
+        _layer("QJL decodes faster than KIVI at 16k", "QJL", "KIVI, 2 bits", "16k", STEP),
+        _layer("QJL decodes faster than KVQuant at 16k", "QJL", "KVQuant, 4 bits, 1 %", "16k", STEP),
+        _layer("QJL slows a prompt of 1k by less than 10 %", "QJL", "exact", "1k", READ, 0.1),
+        _layer("QJL reads a prompt of 1k faster than KVQuant", "QJL", "KVQuant, 4 bits, 1 %", "1k", READ),
     ),
     "kvquant": (
         _passkeys("2 bits with 1 % find more passkeys than KIVI with 2 bits", "nuq2, 1 %", "KIVI, 2 bits"),
@@ -103,12 +95,9 @@ CLAIMS = {
         _mean("4", "RULER: KIVI with 2 bits answers better than 2 bits with 1 %", "KIVI, 2 bits", "nuq2, 1 %"),
         Claim("kvquant", "Table 5", "weights of 4 bits do not change the loss"),
         Claim("kvquant", "Tables 6, 22", "kernels on a GPU"),
-        *(
-            Claim("kvquant", "Table 15", f"a token's thresholds take less time than its projections ({shape}'s shape)",
-                  "table15", f"{shape}, thresholds online ({values} values)", f"{shape}, projections of Q, K and V",
-                  ("1 thread",), "microseconds", of_layer=True)
-            for shape, values in (("LLaMA-7B", "4,096"), ("SmolLM2", "192"))
-        ),
+        Claim("kvquant", "Table 15", "a token's thresholds take less time than its projections", "table15",
+              "{name}, thresholds online ({size} values)", "{name}, projections of Q, K and V", ("1 thread",),
+              "microseconds", layers=PROJECTIONS),
     ),
     "subgen": (
         *(

@@ -48,8 +48,9 @@ COLUMNS = ("where", "claim", "models", "n", "difference", "p", "verdict")
 HOW = (
     "A line compares the first row that its claim names with the second, on each model that was run: **holds** or "
     "**fails** if p < .05, **open** otherwise. The verdict is *agrees* or *differs* if two of the three models "
-    "(SmolLM2-135M, Qwen2.5-Coder-0.5B, Gemma 3 270M) say the same, *cannot say* otherwise. Times of one layer of "
-    "random numbers need no second model. *(ours)*: not a claim of the paper.\n\n"
+    "(SmolLM2-135M, Qwen2.5-Coder-0.5B, Gemma 3 270M) say the same, *cannot say* otherwise. Layers of random "
+    "numbers take the place of models where times of one layer are compared; more than half of them, and two, must say "
+    "the same. *(ours)*: not a claim of the paper.\n\n"
     "The difference is that of KL divergences, accuracies, recalls or negative log-likelihoods, and a percentage of "
     "perplexities and times, ± its standard error. Samples are paired, except at `u`, where the record has none: there "
     "the rows count as independent, which mostly makes the error too large. p is by Student's distribution, that of "

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,7 @@ class Claim:
       if they differ.
     - either: with a margin, the first row is neither worse nor better by more.
     - same_bytes: leave out models on which the rows' bytes differ by more than a factor of `SAME_BYTES`.
-    - of_layer: times of one layer of random numbers, which no other model changes, so that one line decides.
+    - layers: names and sizes of layers of random numbers, which take the place of models. Rows and metric name both.
     """
 
     paper: str
@@ -55,7 +55,7 @@ class Claim:
     either: bool = False
     other: tuple[str, ...] = ()
     same_bytes: bool = False
-    of_layer: bool = False
+    layers: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -163,13 +163,23 @@ def _two_sided(mean: float, stderr: float, n: int) -> float:
 
 
 def differences(claim: Claim) -> list[Difference]:
-    """Return the differences of all models with enough samples."""
+    """Return the differences of all models, or layers, with enough samples."""
     by_model: dict[str, list[dict[str, Any]]] = {}
     for line in papers.read_lines(claim.paper):
         if line["table"] == claim.experiment:
             by_model.setdefault(MODELS.get(line["model"], line["model"]), []).append(line)
+    if claim.layers:
+        lines = [line for found in by_model.values() for line in found]
+        layers = {name: of_layer(claim, name, size) for name, size in claim.layers.items()}
+        return [found for name, one in layers.items() if (found := _of_lines(one, name, lines)) is not None]
     names = sorted(by_model, key=lambda name: [*MODELS.values(), name].index(name))
     return [found for name in names if (found := _of_lines(claim, name, by_model[name])) is not None]
+
+
+def of_layer(claim: Claim, name: str, size: str) -> Claim:
+    """Return the claim about one of its layers."""
+    first, second, metric = (text.format(name=name, size=size) for text in (claim.first, claim.second, claim.metric))
+    return replace(claim, first=first, second=second, metric=metric)
 
 
 def _of_lines(claim: Claim, model: str, lines: Sequence[dict[str, Any]]) -> Difference | None:
@@ -214,7 +224,7 @@ def _error(line: dict[str, Any], relative: bool) -> float:
 
 
 def verdict(found: Sequence[Difference], enough: int = ENOUGH_MODELS) -> str:
-    """Return "agrees" or "differs" if at least so many models say so, "cannot say" otherwise."""
+    """Return "agrees" or "differs" if at least so many models, or layers, say so, "cannot say" otherwise."""
     for said, holds in (("agrees", True), ("differs", False)):
         if sum(one.holds is holds for one in found) >= enough:
             return said
@@ -226,10 +236,9 @@ def line(claim: Claim) -> list[str]:
     found = differences(claim)
     if not found:
         return [claim.where, claim.says, "not run, or too few samples", "–", "–", "–", "cannot say"]
-    names = ["one layer" if claim.of_layer else one.model for one in found]
-    said = verdict(found, 1 if claim.of_layer else ENOUGH_MODELS)
+    said = verdict(found, max(ENOUGH_MODELS, len(claim.layers) // 2 + 1))
     words = {True: "holds", False: "fails", None: "open"}
-    models = "; ".join(f"{name}: {words[one.holds]}" for name, one in zip(names, found, strict=True))
+    models = "; ".join(f"{one.model}: {words[one.holds]}" for one in found)
     cells = [
         "; ".join(cell(one) for one in found) for cell in (lambda one: f"{one.n}", _difference, lambda one: _p(one.p))
     ]

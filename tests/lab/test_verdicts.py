@@ -96,6 +96,21 @@ def test_two_of_three_models_decide(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdicts.line(BETTER)[-1] == "cannot say"
 
 
+def test_layers_take_the_place_of_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each layer's rows and metric have its name; more than half of the layers decide."""
+    claim = dataclasses.replace(BETTER, first="a {name}", metric="ms of {size}", layers={"w": "1", "x": "2"})
+    lines = [_line("m", "a w", 0.1, 0.01) | {"metric": "ms of 1, 2 threads"}]
+    lines += [_line("m", "a x", 0.1, 0.01) | {"metric": "ms of 2, 2 threads"}]
+    lines += [
+        _line("m", "b", mean, 0.01) | {"metric": f"ms of {size}, 2 threads"} for size, mean in ((1, 0.5), (2, 0.2))
+    ]
+    monkeypatch.setattr(verdicts.papers, "read_lines", lambda paper: lines)
+    assert verdicts.line(claim)[2:4] == ["w: holds; x: holds", "8; 8"]
+    assert verdicts.line(claim)[-1] == "**agrees**"
+    more = dataclasses.replace(claim, layers={"w": "1", "x": "2", "y": "3", "z": "4"})
+    assert verdicts.line(more)[-1] == "**cannot say**"
+
+
 def test_rows_of_unequal_bytes_are_left_out_where_a_claim_is_of_equal_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [_line("one", "a", 0.1, 0.01), _line("one", "b", 0.5, 0.02) | {"bits": 6.1}]
     monkeypatch.setattr(verdicts.papers, "read_lines", lambda paper: lines)
@@ -120,4 +135,5 @@ def test_claims_name_rows_that_their_experiments_have() -> None:
         recorded = {
             line["row"] for line in verdicts.papers.read_lines(claim.paper) if line["table"] == claim.experiment
         }
-        assert {claim.first, claim.second} <= rows | recorded | {verdicts.FULL}, claim
+        for one in (verdicts.of_layer(claim, *layer) for layer in claim.layers.items() or [("", "")]):
+            assert {one.first, one.second} <= rows | recorded | {verdicts.FULL}, one
