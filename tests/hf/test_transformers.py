@@ -586,8 +586,10 @@ def test_unsupported_models():
         pass
 
 
-def test_a_wrapper_of_a_model_such_as_pefts(llama):
+@pytest.mark.parametrize("compiled", [False, True])
+def test_a_wrapper_of_a_model_such_as_pefts(llama, compiled):
     wrapper = SimpleNamespace(get_base_model=lambda: llama)
+    wrapper = SimpleNamespace(_orig_mod=wrapper) if compiled else wrapper
     with tersekv.compress(wrapper, "kivi"), torch.no_grad():
         cache = tersekv.CompressedCache(wrapper, "kivi")
         llama(prompt(30), past_key_values=cache)

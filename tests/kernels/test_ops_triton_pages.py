@@ -114,6 +114,28 @@ def test_invalid_page_numbers(device):  # noqa: F811
         torch.testing.assert_close(x, y)
 
 
+def test_a_table_of_more_tokens_than_the_pool(device):  # noqa: F811
+    """As of a sliding window, whose earlier pages are −1. The latest page is read."""
+    query, keys, values, pages, p, mask, *rest = call("grid", 32)
+    before = pages.new_full((len(pages), 12), -1)
+    hidden = torch.zeros((*mask.shape[:-1], 12 * p), dtype=torch.bool)
+    longer = torch.cat([before, pages], 1), p, torch.cat([hidden, mask], -1)
+    expected = attend(device, query, keys, values, pages, p, mask, *rest)
+    for x, y in zip(attend(device, query, keys, values, *longer, *rest), expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_queries_of_any_strides(device):  # noqa: F811
+    """One query row, whose axis has the stride of a transposed tensor."""
+    query, keys, values, pages, p, mask, *rest = call("grid", 32)
+    one = query[:, :, :1].transpose(1, 2).contiguous().transpose(1, 2)
+    assert one.is_contiguous()
+    mask = mask[:, :1]
+    expected = run(device, (query[:, :, :1].clone(), keys, values, pages, p, mask, *rest))
+    for x, y in zip(attend(device, one, keys, values, pages, p, mask, *rest), expected, strict=True):
+        torch.testing.assert_close(x, y)
+
+
 def test_invalid_calls(device):  # noqa: F811
     query, keys, values, pages, p, mask, *rest = call("grid", 32)
     for p_, words in ((16, "multiple of 32"), (64, "mask: expected")):

@@ -6,9 +6,10 @@ are interpreted.
     python compile_triton.py sm_90 [calls]
 
 Prints a line of JSON per call: {"call", "kernels", "error"}. "error" is the compiler's or null.
-"kernels" is a list of {"name", "shared_bytes", "binary_bytes", "narrow_loads", "layouts"}:
+"kernels" is a list of {"name", "shared_bytes", "binary_bytes", "narrow_loads", "undefined", "layouts"}:
 
 - narrow_loads: number of instructions that load 1 or 2 bytes (NVIDIA only);
+- undefined: number of inline loads from an address that is not defined;
 - layouts: those of each side.
 """
 
@@ -49,8 +50,10 @@ def note(kernel: JITFunction, made: Any, options: dict[str, Any]) -> None:
     layouts = {side: [NAMES[leaf[0]] for leaf in leaves] for side, leaves in sides.items()}
     binary = made.asm["hsaco" if "hsaco" in made.asm else "cubin"]
     narrow_loads = len(re.findall(r"ld\.global[.\w]*\.b(8|16)\b", made.asm.get("ptx", "")))
-    sizes = {"shared_bytes": made.metadata.shared, "binary_bytes": len(binary), "narrow_loads": narrow_loads}
-    compiled.append({"name": kernel.__name__, **sizes, "layouts": layouts})
+    loads = [line for line in made.asm["llir"].splitlines() if " asm " in line and "ld.global" in line]
+    counts = {"narrow_loads": narrow_loads, "undefined": sum("undef" in x or "poison" in x for x in loads)}
+    sizes = {"shared_bytes": made.metadata.shared, "binary_bytes": len(binary)}
+    compiled.append({"name": kernel.__name__, **sizes, **counts, "layouts": layouts})
 
 
 def side(name: str, which: str, D: int) -> View:

@@ -112,12 +112,18 @@ def longest_context(config: PreTrainedConfig) -> int | None:
 
 
 def inner_model(model: Any) -> Any:
-    """Return the transformers model in a wrapper that has changed its layers in place, such as PEFT's.
+    """Return the transformers model in a wrapper that has changed its layers in place, such as PEFT's, or compiled it.
 
     Anything else is returned as it is.
     """
-    inner = getattr(model, "get_base_model", None)
-    return model if inner is None or isinstance(model, PreTrainedModel) else inner()
+    while not isinstance(model, PreTrainedModel):
+        if hasattr(model, "_orig_mod"):  # of torch.compile
+            model = model._orig_mod
+        elif hasattr(model, "get_base_model"):
+            model = model.get_base_model()
+        else:
+            break
+    return model
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:

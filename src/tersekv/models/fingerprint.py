@@ -69,8 +69,14 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
-    """Yield all parameters by name, also those that Accelerate keeps elsewhere between calls."""
+    """Yield all parameters by name, also those that Accelerate keeps elsewhere between calls.
+
+    Of tied ones the first is yielded. While Accelerate keeps them they are not the same object.
+    """
+    tied = getattr(model, "all_tied_weights_keys", {})
     for name, weight in model.named_parameters():
+        if name in tied:
+            continue
         place, _, own = name.rpartition(".")
         hook = getattr(model.get_submodule(place), "_hf_hook", None) if weight.is_meta else None
         maps = [getattr(each, "weights_map", None) for each in getattr(hook, "hooks", [hook])]
@@ -78,6 +84,9 @@ def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
 
 
 def _sample(weight: Any) -> torch.Tensor:
-    """Return sampled elements as a copy, so that a gathered weight can be freed."""
+    """Return sampled elements as a copy, so that a gathered weight can be freed. Of a quantised weight that consists
+    of several tensors, return elements of each."""
     weight = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    if hasattr(weight, "__tensor_flatten__"):
+        return torch.cat([_sample(getattr(weight, name)) for name in weight.__tensor_flatten__()[0]])
     return weight.reshape(-1)[:: max(1, weight.numel() // SAMPLED)][:SAMPLED].to(torch.bfloat16, copy=True)

@@ -25,7 +25,7 @@ def attend(
     query: Tensor, page_set: PageSet, masks: Sequence[Tensor | None], scaling: float, softcap: float | None
 ) -> tuple[Tensor, Tensor]:
     """Attend over a page set; see `tersekv.kernels.triton.attend`."""
-    return _attend(query.contiguous(), page_set.groups, masks, scaling, softcap)
+    return _attend(query, page_set.groups, masks, scaling, softcap)
 
 
 def attend_packed(
@@ -35,7 +35,7 @@ def attend_packed(
     [B, H, R]. One launch, and one that merges if tokens are split. Queries of sketches and outputs
     of sums need further launches."""
     group = Group([part(keys, values, query.device)], [0], False, query.device)
-    return _attend(query.contiguous(), [group], [mask], scaling, softcap)
+    return _attend(query, [group], [mask], scaling, softcap)
 
 
 def attend_segments(
@@ -50,7 +50,7 @@ def attend_segments(
 def score_keys(query: Tensor, keys: Operand, scaling: float) -> Tensor:
     """Score keys, see `tersekv.kernels.triton.score_keys`: float32 [B, H, R]."""
     group = Group([part(keys, None, query.device)], [0], False, query.device)
-    return _attend(query.contiguous(), [group], [None], scaling, None)[1]
+    return _attend(query, [group], [None], scaling, None)[1]
 
 
 def attend_pages(
@@ -77,8 +77,8 @@ def attend_pages(
             raise ValueError(f"page_tokens: expected a multiple of {block} (the block size), got {page_tokens}")
     pages = pages.contiguous()
     where = pages, pages.stride(0), page_tokens, pool.tokens // page_tokens
-    group = Group([pool._replace(tokens=T)], [0], False, query.device)
-    return _attend(query.contiguous(), [group], [mask], scaling, softcap, where)
+    group = Group([pool._replace(tokens=T, most=T)], [0], False, query.device)
+    return _attend(query, [group], [mask], scaling, softcap, where)
 
 
 class Work(NamedTuple):
@@ -104,6 +104,7 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Launch each group, and merge their splits. A group whose outputs need a linear map is merged
     separately first. pages: of a pool, see `attend_kernel.attend`."""
+    query = query.contiguous().view(query.shape)  # an axis of size 1 gets the stride that kernels compute with, too
     plain = [group for group in groups if group.values.plain]
     alike = len({group.values.channels for group in plain}) <= 1
     together = ([plain] if plain else []) if alike else [[group] for group in plain]

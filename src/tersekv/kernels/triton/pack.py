@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from types import ModuleType
 from typing import Any
 
@@ -193,7 +194,7 @@ def basis_components(x: Tensor, basis: Tensor, channels: Tensor) -> Tensor:
     if D > MOST_INVERTED or not x.numel():
         components: Tensor = basis_operators.basis_components.reference(x, basis, channels)
         return components
-    inverse = x.new_empty((rows, H, D, D), dtype=torch.float64)
+    inverse = x.new_full((rows, H, D, D), math.nan, dtype=torch.float64)  # of a singular basis rows stay as they are
     # 128 channels are 128 KiB, half of the registers of 16 warps.
     _kernels().basis_inverse[(rows * H,)](
         inverse, *_by_head(basis), *_by_head(channels), H, D, CHANNELS=encode.power(D), num_warps=16

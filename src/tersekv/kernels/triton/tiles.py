@@ -91,10 +91,10 @@ def entries_at(table, places):
     if INTERPRETED or not is_cuda():
         return tl.load(table + places).to(tl.float16)
     else:
+        # One element at a time: of two, a thread that has only one would load the other from any address.
         return tl.inline_asm_elementwise(
-            "{ .reg .b64 a; .reg .f32 x, y; mad.wide.u32 a, $1, 4, $3; ld.global.nc.f32 x, [a]; "
-            "mad.wide.u32 a, $2, 4, $4; ld.global.nc.f32 y, [a]; cvt.rn.f16x2.f32 $0, y, x; }",
-            "=r,r,r,l,l", [places, table.to(tl.int64)], tl.float16, True, 2,
+            "{ .reg .b64 a; .reg .f32 x; mad.wide.u32 a, $1, 4, $2; ld.global.nc.f32 x, [a]; cvt.rn.f16.f32 $0, x; }",
+            "=h,r,l", [places, table.to(tl.int64)], tl.float16, True, 1,
         )  # fmt: skip
 
 
