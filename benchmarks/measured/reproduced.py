@@ -75,8 +75,9 @@ ALSO = {
 
 
 MORE = {
-    "qjl": "Times of Figure 3 are of two threads of Zen 4, beside which tests ran for some minutes. On Zen 5, with earlier code, QJL slowed the prompt of 1k of "
-    "8B's shape by 8.9 ± 0.2 %, which holds, and was not told from 16-bit tokens at 16k of SmolLM2's shape.",
+    "qjl": "Times of Figure 3 are of two threads of Zen 4, beside which tests ran for some minutes. On Zen 5, with "
+    "earlier code, QJL slowed the prompt of 1k of 8B's shape by 8.9 ± 0.2 %, which holds, and was not told from 16-bit "
+    "tokens at 16k of SmolLM2's shape.",
     "kvquant": "Perplexities are on [their own page](kvquant.md#agreement).",
     "subgen": "Lines of Table 1 are at the paper's 65 % of the bytes, those of the shorter wording at 50 %. Prompts "
     "have about 300 tokens, the paper's 5,000 and more. In §3.2 Algorithm 1 holds more bytes than k-center, as the "
