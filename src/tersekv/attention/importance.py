@@ -18,6 +18,7 @@ from torch import Tensor
 from tersekv.attention.read import AttentionCall, grouped
 from tersekv.cache.store import Store
 from tersekv.kernels import backends
+from tersekv.tensors import plain
 from tersekv.transforms.rope import Rope
 
 QUERIES = 512
@@ -33,6 +34,7 @@ def importance(store: Store, keys: Tensor, call: AttentionCall, again: int = 0) 
     return importances(store, keys, call, again)[-1]
 
 
+@plain
 @torch.no_grad()
 def importances(
     store: Store, keys: Tensor, call: AttentionCall, again: int = 0, early: int | None = None

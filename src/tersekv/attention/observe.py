@@ -23,7 +23,6 @@ from tersekv.cache.store import LEAST_QUERIES, Store
 from tersekv.errors import UserError
 from tersekv.kernels.attend import Masks
 from tersekv.kernels.softmax import softmax_weights
-from tersekv.tensors import plain
 
 OBSERVED_QUERIES = 64
 """Number of query positions whose weights are in memory at a time."""
@@ -31,7 +30,6 @@ OBSERVED_QUERIES = 64
 Held = tuple[Tensor, Tensor]
 
 
-@plain
 def observe(store: Store, keys: Tensor, values: Tensor, call: AttentionCall, again: int = 0) -> Observed:
     """Return the sums that the store needs before it appends keys and values [B, Hkv, n, D].
 

@@ -16,6 +16,7 @@ from tersekv.attention.read import AttentionCall
 from tersekv.cache.segments import STEPS
 from tersekv.cache.store import Store
 from tersekv.kernels import backends
+from tersekv.tensors import plain
 
 FEWEST = 64
 """Minimum number of queries of a call that show how attention spreads."""
@@ -24,6 +25,7 @@ QUERIES = 128
 """Number of later query positions observed, one query head of each group in turn."""
 
 
+@plain
 @torch.no_grad()
 def importance_and_spread(
     store: Store, keys: Tensor, call: AttentionCall, again: int = 0

@@ -142,7 +142,10 @@ class RankedTokens(Stateful):
         if kept:
             new = query.detach()[:, :, kept] if not query.is_meta else query[:, :, : len(kept)]
             new = new.to(self.queries.dtype)
-            self.queries = joined(self.queries, new)[:, :, -KEPT:] if self.queries.shape[2] else new
+            if self.queries.shape[2]:
+                both = self.queries, new  # `out`, because autocast refuses to concatenate float16 without it
+                new = joined(*both) if new.is_meta else torch.cat(both, dim=2, out=new.new_empty(0))
+            self.queries = new[:, :, -KEPT:]
 
     def choose(self, observed: Observed, n: int, place: int, sinks: int, hidden: Tensor | None) -> Tensor:
         """Return the mask [B, H, n] of the n tokens from `place` on that have the higher rate.
