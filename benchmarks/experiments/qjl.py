@@ -28,11 +28,8 @@ PACKED = (
 )
 
 SHAPES = {
-    "SmolLM2 (9/3/64)": (9, 3, 64),
-    "Qwen2.5 (14/2/64)": (14, 2, 64),
-    "Gemma 3 (4/1/256)": (4, 1, 256),
-    "8B (32/8/128)": (32, 8, 128),
-}
+    "SmolLM2": (9, 3, 64), "Qwen2.5": (14, 2, 64), "Gemma 3": (4, 1, 256), "8B": (32, 8, 128)
+}  # fmt: skip
 """Query heads, key-value heads and head dim of the timed layers."""
 TIMED = {
     EXACT: EXACT,
@@ -87,6 +84,7 @@ def layer_times(setting: Setting) -> list[Result]:
     found: list[Result] = []
     with torch.inference_mode():
         for name, shape in SHAPES.items():
+            name = f"{name} ({'/'.join(map(str, shape))})"
             plans: dict[str, LayerPlan | None] = {}
             for label, recipe in setting.chosen(TIMED).items():
                 _, keys, values = prompt(shape, CALIBRATION_TOKENS, setting.dtype)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 
+from experiments import kvquant, qjl
 from measured.verdicts import FULL, Claim
 
 QJL = "QJL: orthogonal rows, 8 outliers, M = 2·D, 15 first layers"
 RECALL = ("1k", "2k", "4k", "8k")
 STEP, READ = (f"ms to {what}, one layer, {{name}} ({{size}})" for what in ("decode a token", "read the prompt"))
-HEADS = {"8B": "32/8/128", "SmolLM2": "9/3/64", "Qwen2.5": "14/2/64", "Gemma 3": "4/1/256"}
-PROJECTIONS = {"LLaMA-7B": "4,096", "SmolLM2": "192"}
+HEADS = {name: "/".join(map(str, shape)) for name, shape in qjl.SHAPES.items()}
+PROJECTIONS = {name: f"{values:,}" for name, (*_, values) in kvquant.SHAPES.items()}
 
 
 def _kl(table: str, where: str, says: str, first: str, second: str) -> Claim:

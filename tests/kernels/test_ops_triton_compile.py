@@ -25,8 +25,7 @@ FEW = [
     "outliers after RoPE", "signs before RoPE", "polar before RoPE", "trellis before RoPE", "trellis beside a mean",
     "exact before RoPE", "pages of exact tokens by address", "a step without exact tokens", "merge",
     "codes of keys per channel", "signs of a sketch", "polar angles", "Hadamard", "packed trellis codes", "basis",
-    "outliers",
-    "a rotation before RoPE, head dim 128",
+    "outliers", "a rotation before RoPE, head dim 128",
 ]  # fmt: skip
 """Calls that reach every kernel and every layout. With `--every` all calls are compiled, which takes minutes."""
 ELSEWHERE = ["polar, head dim 256", "trellis beside a mean", "a step with bases"]

@@ -43,7 +43,7 @@ def test_each_tensor_of_a_quantised_weight_counts():
     weight = SimpleNamespace(
         __tensor_flatten__=lambda: (list(parts), None), shape=(2, 3), is_meta=False, device=torch.device("cpu"), **parts
     )
-    model.named_parameters = lambda: [("weight", weight)]
+    model.named_parameters = lambda **_: [("weight", weight)]
     marks = [fingerprint(model)]
     for name in parts:
         getattr(weight, name)[1] += 1

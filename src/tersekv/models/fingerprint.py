@@ -71,10 +71,10 @@ def fingerprint(model: PreTrainedModel) -> str:
 def _weights(model: PreTrainedModel) -> Iterator[tuple[str, Any]]:
     """Yield all parameters by name, also those that Accelerate keeps elsewhere between calls.
 
-    Of tied ones the first is yielded. While Accelerate keeps them they are not the same object.
+    A tied parameter is yielded once, by the name of the one it is tied to. Accelerate makes several objects of it.
     """
     tied = getattr(model, "all_tied_weights_keys", {})
-    for name, weight in model.named_parameters():
+    for name, weight in model.named_parameters(remove_duplicate=False):
         if name in tied:
             continue
         place, _, own = name.rpartition(".")
